@@ -1,0 +1,1 @@
+"""spec -> plan -> source: pure Python, imports neither torch nor CUDA nor anything of runtime."""

@@ -1,0 +1,218 @@
+"""What a variant will do before any GPU is touched: its plan, its memory, its work, and the roofline over both.
+
+Everything is counted from the plan and the kernel's own tile rule (mask.py). The rates are the datasheet's
+(target.py), so that the times here are floors, not forecasts.
+"""
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.lower import lower
+from flashgen.codegen.mask import TileCounts, tile_counts, visible_pairs
+from flashgen.codegen.plan import Plan, registers_per_thread_max
+from flashgen.codegen.spec import Spec, load_specs, spec_path
+from flashgen.codegen.target import TARGETS, Target
+from flashgen.errors import UnsupportedError
+
+LSE_BYTES = 4
+# The variant shown for a file when the caller names none: what most people run.
+TYPICAL = {"arch": "sm_90", "dtype": "bf16", "head_dim_qk": 128, "causal": True, "window": False, "kv_layout": "dense"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the call to explain. Varlen: `batch` sequences of these lengths each. `window` as in the API."""
+
+    batch: int = 2
+    seqlen_q: int = 8192
+    seqlen_kv: int = 8192
+    num_heads_q: int = 16
+    num_heads_kv: int = 16
+    window: tuple[int, int] = (-1, -1)
+
+    @classmethod
+    def of(cls, **problem: Any) -> Shape:
+        """seqlen_kv and num_heads_kv follow their _q twins unless given. UnsupportedError for what makes no call."""
+        names = [f.name for f in fields(cls)]
+        for name, value in problem.items():
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                raise UnsupportedError(f"unknown size {name}", where="problem", allowed=", ".join(names),
+                                       nearest=close[0] if close else "")
+            if name == "window":
+                if not _is_window(value):
+                    raise UnsupportedError(f"window is {value!r}", where="problem",
+                                           allowed="two counts of keys, (left, right); -1 is unbounded")
+            elif type(value) is not int or value < 1:
+                raise UnsupportedError(f"{name} is {value!r}", where="problem", allowed="whole numbers from 1")
+        for name in ("seqlen", "num_heads"):
+            if f"{name}_q" in problem:
+                problem.setdefault(f"{name}_kv", problem[f"{name}_q"])
+        shape = cls(**problem)
+        if shape.num_heads_q % shape.num_heads_kv:
+            raise UnsupportedError(f"{shape.num_heads_q} query heads over {shape.num_heads_kv} kv heads",
+                                   where="problem", allowed="num_heads_q a multiple of num_heads_kv")
+        return shape
+
+
+def _is_window(value: object) -> bool:
+    return (isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
+            and all(type(side) is int and side >= -1 for side in value))
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs count a multiply-add as two. `flops` are those of visible (query, key) pairs, `flops_issued` those of
+    whole tiles with their padding, which is what the tensor cores run."""
+
+    tiles: TileCounts      # of one head and sequence
+    tiles_full_mask: int   # KV tiles of one head and sequence if nothing were hidden
+    query_tiles: int       # over all heads and sequences
+    waves: float           # query tiles over the blocks that are resident at once
+    pairs: int             # visible, over all heads and sequences
+    flops: int
+    flops_issued: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes to and from device memory."""
+
+    standard: int   # three kernels: S is written, read, P written, read; q, k, v and out once
+    scores: int     # the part of `standard` that is S and P
+    kernel: int     # this kernel's own requests: q, out and lse once, k and v once per query tile
+    kv: int         # the part of `kernel` that is k and v
+    law: float      # pairs * d^2 / M elements (FlashAttention, Theorem 2), M the block's shared memory in elements
+    once: int       # every tensor once: the floor, reached where L2 serves all re-reads of k and v
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Milliseconds at datasheet rates, and what bounds the kernel if L2 serves the re-reads of k and v."""
+
+    tensor_ms: float
+    memory_once_ms: float
+    memory_kernel_ms: float
+    bound: str              # "tensor cores" or "device memory"
+    ms: float               # of that bound
+    intensity: float        # FLOPs issued per byte of Traffic.kernel
+    balance: float          # FLOPs per byte at which the device's two rates meet
+    l2_share: float         # part of the k and v bytes that L2 must serve for `ms` to be possible
+    tflops: float           # of `Work.flops` at `ms`
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """str() is one screen of text."""
+
+    plan: Plan
+    shape: Shape
+    registers_max: int       # per thread, from the launch bounds
+    registers: int | None    # per thread of a build, None if there is none
+    work: Work
+    traffic: Traffic
+    roofline: Roofline
+    variants: int            # of the file this one was taken from
+
+    @property
+    def target(self) -> Target:
+        return TARGETS[self.plan.target]
+
+    def to_json(self) -> dict[str, Any]:
+        numbers = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value.to_dict() if isinstance(value, Plan) else asdict(value) if hasattr(value, "__dict__")
+                else value for name, value in numbers.items()} | {"device": asdict(self.target.device)}
+
+    def __str__(self) -> str:
+        from flashgen.codegen.explain_text import draw
+
+        return draw(self)
+
+
+def explain(spec: Spec | str | os.PathLike[str], *, registers: int | None = None, variants: int = 1,
+            **problem: Any) -> Explanation:
+    """What the kernel of `spec` does for a call of these sizes (fields of Shape: batch, seqlen_q, ...).
+
+    Of a spec file (a path, or the name of a shipped one) the most ordinary variant is taken, see TYPICAL. `registers`
+    per thread are a build's. Raises SpecError, PlanError, and UnsupportedError for sizes that make no call.
+    """
+    if not isinstance(spec, Spec):
+        specs = load_specs(spec_path(spec)).specs
+        spec, variants = typical(specs), len(specs)
+    plan, shape = lower(spec), Shape.of(**problem)
+    target = TARGETS[plan.target]
+    if shape.window != (-1, -1) and not spec.window:
+        raise UnsupportedError(f"window is {shape.window}, and {spec.variant} has none", where="problem",
+                               allowed="a variant with `window: true`")
+    work = _work(plan, spec, shape, target)
+    traffic = _traffic(plan, spec, shape, work)
+    return Explanation(plan, shape, registers_per_thread_max(plan.launch.threads, plan.launch.min_blocks_per_sm, target),
+                       registers, work, traffic, _roofline(work, traffic, target), variants)
+
+
+def typical(specs: Sequence[Spec]) -> Spec:
+    """The variant that agrees with TYPICAL in most fields; the first of several."""
+    return max(specs, key=lambda spec: sum(getattr(spec, name) == value for name, value in TYPICAL.items()))
+
+
+def _work(plan: Plan, spec: Spec, shape: Shape, target: Target) -> Work:
+    window = (-1, 0) if spec.causal else shape.window
+    block_m, block_n = plan.constant("BLOCK_M"), plan.constant("BLOCK_N")
+    tiles = tile_counts(shape.seqlen_q, shape.seqlen_kv, block_m, block_n, window)
+    heads = shape.batch * shape.num_heads_q
+    pairs = heads * visible_pairs(shape.seqlen_q, shape.seqlen_kv, window)
+    columns_issued = plan.constant("MMA_COLS_QK") + plan.constant("MMA_COLS_V")
+    query_tiles = heads * tiles.query_tiles
+    return Work(tiles, tiles.query_tiles * -(-shape.seqlen_kv // block_n), query_tiles,
+                query_tiles / (target.device.num_sms * plan.launch.min_blocks_per_sm), pairs,
+                2 * pairs * (spec.head_dim_qk + spec.head_dim_v),
+                2 * heads * tiles.visited * block_m * block_n * columns_issued)
+
+
+def _traffic(plan: Plan, spec: Spec, shape: Shape, work: Work) -> Traffic:
+    element_bytes = DTYPES[spec.dtype].bytes
+    columns = spec.head_dim_qk + spec.head_dim_v
+    heads = shape.batch * shape.num_heads_q
+    rows_q, rows_kv = heads * shape.seqlen_q, shape.batch * shape.num_heads_kv * shape.seqlen_kv
+    q_and_out = rows_q * columns * element_bytes
+    lse = rows_q * LSE_BYTES if spec.lse else 0
+    kv = heads * work.tiles.keys_loaded * columns * element_bytes
+    once = q_and_out + rows_kv * columns * element_bytes
+    scores = 4 * rows_q * shape.seqlen_kv * element_bytes
+    memory_elements = plan.launch.smem_bytes / element_bytes
+    law = work.pairs * spec.head_dim_qk * spec.head_dim_v / memory_elements * element_bytes
+    return Traffic(once + scores, scores, q_and_out + lse + kv, kv, law, once + lse)
+
+
+def _roofline(work: Work, traffic: Traffic, target: Target) -> Roofline:
+    device = target.device
+    flops_per_ms, bytes_per_ms = device.bf16_tflops * 1e9, device.memory_gbps * 1e6
+    tensor_ms, once_ms = work.flops_issued / flops_per_ms, traffic.once / bytes_per_ms
+    ms = max(tensor_ms, once_ms)
+    from_l2 = max(0.0, traffic.kernel - ms * bytes_per_ms)
+    return Roofline(tensor_ms, once_ms, traffic.kernel / bytes_per_ms,
+                    "tensor cores" if tensor_ms >= once_ms else "device memory", ms,
+                    work.flops_issued / traffic.kernel, flops_per_ms / bytes_per_ms,
+                    from_l2 / traffic.kv if traffic.kv else 0.0, work.flops / (ms * 1e9))
+
+
+def parse_shape(text: str) -> dict[str, Any]:
+    """`batch=2 seqlen_q=8192 window=1024,0` as keywords of `explain`. UnsupportedError for anything else."""
+    found: dict[str, Any] = {}
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        try:
+            numbers = tuple(int(part) for part in value.split(","))
+        except ValueError:
+            equals = ""
+        if not equals or name in found:
+            raise UnsupportedError(f"{word!r}" + (" gives its size again" if name in found else ""), where="problem",
+                                   allowed="name=number once per size, and window=left,right",
+                                   nearest="batch=2 seqlen_q=8192")
+        found[name] = numbers if len(numbers) > 1 else numbers[0]
+    return found

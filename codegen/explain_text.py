@@ -1,0 +1,110 @@
+"""An Explanation as one screen of text."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flashgen.codegen.explain import Explanation
+from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES
+
+BAR_WIDTH = 32
+_FULL, _EMPTY = "█", "·"
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+
+def draw(e: Explanation) -> str:
+    return "\n".join(line.rstrip() for part in (_head, _plan, _smem, _work, _traffic, _roofline) for line in part(e))
+
+
+def si(value: float, unit: str) -> str:
+    """Three digits and a decimal prefix: 137 MB."""
+    step = 0
+    while abs(value) >= 999.5 and step < len(_PREFIXES) - 1:
+        value, step = value / 1000, step + 1
+    digits = 0 if value >= 99.95 or (step == 0 and value == int(value)) else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {_PREFIXES[step]}{unit}"
+
+
+def bar(first: float, size: float, whole: float) -> str:
+    """A bar of BAR_WIDTH cells with [first, first + size) of `whole` filled; anything above zero fills a cell."""
+    start = min(round(first / whole * BAR_WIDTH), BAR_WIDTH - 1)
+    cells = max(round((first + size) / whole * BAR_WIDTH) - start, 1) if size else 0
+    return (_EMPTY * start + _FULL * cells).ljust(BAR_WIDTH, _EMPTY)[:BAR_WIDTH]
+
+
+def _row(label: str, value: str, about: str = "") -> str:
+    return f"  {label:<26}{value:>12}  {about}"
+
+
+def _head(e: Explanation) -> Iterator[str]:
+    plan, shape, device = e.plan, e.shape, e.target.device
+    yield f"{plan.kernel_name}" + (f"   (1 of {e.variants} variants; --variant and --arch choose another)"
+                                   if e.variants > 1 else "")
+    mask = dict(plan.slots)["mask"]
+    yield (f"  q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {plan.constant('HEAD_DIM_QK')}, "
+           f"k {shape.batch} x {shape.seqlen_kv} x {shape.num_heads_kv} x {plan.constant('HEAD_DIM_QK')}, "
+           f"v ... x {plan.constant('HEAD_DIM_V')}, {plan.spec_value('dtype')}, "
+           f"{f'window {shape.window}' if mask == 'window' else mask}")
+    yield f"  on {device.name}: {device.num_sms} SMs, {device.bf16_tflops:g} TFLOP/s, {device.memory_gbps:g} GB/s"
+
+
+def _plan(e: Explanation) -> Iterator[str]:
+    plan = e.plan
+    yield "plan"
+    for constant in plan.constants:
+        yield f"  {constant.name:<19}{constant.value:>6}  {constant.reason}"
+    words = [f"{slot} {choice}" for slot, choice in plan.slots] + [name for name, on in plan.flags if on]
+    yield f"  {'slots and flags':<27}{', '.join(words)}"
+    yield f"  {'warps':<27}{', '.join(f'{role.name} {role.warps}' for role in plan.roles)}"
+    for note in plan.notes:
+        yield f"  {note}"
+    built = e.registers is not None
+    yield _row("registers per thread", f"{e.registers} of {e.registers_max}" if built else f"<= {e.registers_max}",
+               f"{'the cached build' if built else 'not built yet'}; {e.target.regs_per_sm} / ({plan.launch.threads} "
+               f"threads * {plan.launch.min_blocks_per_sm} blocks per SM), at most {e.target.regs_per_thread}")
+
+
+def _smem(e: Explanation) -> Iterator[str]:
+    plan, target = e.plan, e.target
+    used, limit = plan.launch.smem_bytes, target.smem_per_block_bytes
+    yield f"shared memory of a block: {used} of {limit} bytes"
+    for region in plan.smem:
+        yield (f"  {region.name:<6}{region.offset_bytes:>7} {region.size_bytes:>7}  "
+               f"{bar(region.offset_bytes, region.size_bytes, limit)}  {region.holds}")
+    blocks = plan.launch.min_blocks_per_sm
+    yield (f"  of an SM: {blocks} * ({used} + {SMEM_RESERVED_PER_BLOCK_BYTES}) = "
+           f"{blocks * (used + SMEM_RESERVED_PER_BLOCK_BYTES)} of {target.smem_per_sm_bytes} bytes")
+
+
+def _work(e: Explanation) -> Iterator[str]:
+    work, tiles = e.work, e.work.tiles
+    yield "work"
+    yield _row("query tiles", f"{work.query_tiles}", f"{tiles.query_tiles} * {e.shape.num_heads_q} heads * "
+               f"{e.shape.batch} sequences; {work.waves:.1f} for each block that is resident at once")
+    yield _row("KV tiles per head", f"{tiles.visited}", f"of {work.tiles_full_mask}; {tiles.masked} of them masked")
+    yield _row("FLOPs of visible pairs", si(work.flops, ""), f"2 * (head_dim_qk + head_dim_v) * {si(work.pairs, 'pairs')}")
+    yield _row("FLOPs issued", si(work.flops_issued, ""), "whole tiles with their padding"
+               + (f": {work.flops_issued / work.flops:.3g} times as many" if work.flops else ""))
+
+
+def _traffic(e: Explanation) -> Iterator[str]:
+    t = e.traffic
+    yield "device-memory bytes"
+    rows = (("standard, three kernels", t.standard, f"write S, read S, write P, read P: {si(t.scores, 'B')}"),
+            ("this kernel asks for", t.kernel, f"k and v once per query tile: {si(t.kv, 'B')}; q, out, lse once"),
+            ("law: N^2 d^2 / M", t.law, f"M = {e.plan.launch.smem_bytes} bytes of shared memory; k and v are "
+             + (f"{t.kv / t.law:.1f} times that" if t.law else "none")),
+            ("each tensor once", t.once, "if L2 serves every further read of k and v"))
+    for label, value, about in rows:
+        yield _row(label, si(value, "B"), f"{bar(0, value, max(t.standard, 1))}  {about}")
+
+
+def _roofline(e: Explanation) -> Iterator[str]:
+    r = e.roofline
+    yield f"roofline on {e.target.device.name}"
+    yield _row("arithmetic intensity", f"{r.intensity:.0f}", f"FLOPs issued per byte asked for; both rates meet at {r.balance:.0f}")
+    yield _row("tensor cores", f"{r.tensor_ms:.3f} ms", bar(0, r.tensor_ms, max(r.tensor_ms, r.memory_kernel_ms)))
+    yield _row("device memory", f"{r.memory_once_ms:.3f} ms",
+               f"{bar(0, r.memory_once_ms, max(r.tensor_ms, r.memory_kernel_ms))}  each tensor once; "
+               f"{r.memory_kernel_ms:.3f} ms if L2 served nothing")
+    need = f", if L2 serves {100 * r.l2_share:.0f} % of the k and v bytes" if r.l2_share > 0.005 else ""
+    yield f"  bound: {r.bound}, {r.ms:.3f} ms = {r.tflops:.0f} TFLOP/s of visible pairs{need}"

@@ -1,0 +1,45 @@
+"""Writes generated/: one kernel of each shipped spec as a person reads it, reviewed in diffs.
+
+    python -m flashgen.codegen.golden
+
+One per spec, because nobody reads five hundred; the others differ from it by a row of constants or a slot file.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashgen.codegen.lower import lower
+from flashgen.codegen.render import render
+from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
+
+GENERATED = Path(__file__).resolve().parent.parent / "generated"
+GOLDEN_ARCH, GOLDEN_DTYPE, GOLDEN_HEAD_DIM = "sm_90", "bf16", 128
+
+
+def golden_spec(path: Path) -> Spec:
+    """The variant of a spec file that is committed: Hopper, bf16, dense, causal, the head dim nearest to 128."""
+    variants = [s for s in load_specs(path).specs if s.arch.startswith(GOLDEN_ARCH) and s.dtype == GOLDEN_DTYPE]
+    return min(variants, key=lambda s: (s.kv_layout != "dense", not s.causal, abs(s.head_dim_qk - GOLDEN_HEAD_DIM)))
+
+
+def golden_files() -> dict[str, str]:
+    """File name -> text of everything that belongs in generated/."""
+    files = {}
+    for path in shipped_spec_paths():
+        plan = lower(golden_spec(path))
+        files[f"{plan.kernel_name}.cu"] = render(plan).text
+        files[f"{plan.kernel_name}.plan.json"] = plan.to_json() + "\n"
+    return files
+
+
+def main() -> None:
+    files = golden_files()
+    for stale in {path.name for path in GENERATED.glob("*.*")} - files.keys() - {"README.md"}:
+        (GENERATED / stale).unlink()
+    for name, text in files.items():
+        (GENERATED / name).write_text(text, encoding="utf-8")
+        print(GENERATED / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The Plan: every number and choice of one kernel, each with its reason. Pure data; no CUDA text, no tensors.
+
+`lower/<family>.py` makes plans, `verify` refuses those that do not fit their target, `render` prints them.
+One tuple `params` renders the CUDA struct and packs the launch bytes; `smem` is the only source of offsets.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from dataclasses import dataclass
+
+from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES, Target
+from flashgen.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One `constexpr` of the generated file."""
+
+    name: str
+    value: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Region:
+    """A named piece of dynamic shared memory."""
+
+    name: str
+    offset_bytes: int
+    size_bytes: int
+    holds: str
+
+
+@dataclass(frozen=True)
+class Param:
+    """One member of the kernel's only argument. `ctype` is a key of CTYPES."""
+
+    name: str
+    ctype: str
+    about: str  # shape and unit, for the reader of the generated file
+
+
+@dataclass(frozen=True)
+class CType:
+    cuda: str
+    code: str  # of the struct module
+    bytes: int
+
+
+CTYPES: dict[str, CType] = {
+    "element_ptr": CType("const Element*", "Q", 8),
+    "element_out": CType("Element*", "Q", 8),
+    "f32_out": CType("float*", "Q", 8),
+    "i32_ptr": CType("const int32_t*", "Q", 8),
+    "i64": CType("int64_t", "q", 8),
+    "i32": CType("int32_t", "i", 4),
+    "f32": CType("float", "f", 4),
+}
+
+
+@dataclass(frozen=True)
+class Role:
+    name: str
+    warps: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    threads: int
+    min_blocks_per_sm: int  # second argument of __launch_bounds__
+    smem_bytes: int
+    grid: str               # the rule, in words; the arithmetic is in runtime/kernel.py
+
+
+@dataclass(frozen=True)
+class Plan:
+    variant: str                             # the kernel's name without its target
+    target: str
+    family: str
+    pass_: str
+    spec: tuple[tuple[str, object], ...]     # the variant's spec fields as (name, value), in table order
+    template: str                            # skeleton, relative to templates/
+    element: str                             # element type tag in CUDA
+    constants: tuple[Constant, ...]
+    slots: tuple[tuple[str, str], ...]       # (slot, choice): templates/slots/<slot>/<choice>.cuh.j2
+    flags: tuple[tuple[str, bool], ...]      # bare booleans the skeleton may test
+    params: tuple[Param, ...]
+    smem: tuple[Region, ...]
+    roles: tuple[Role, ...]
+    launch: Launch
+    register_usage_level: int | None = None  # ptxas --register-usage-level, None: its default
+    notes: tuple[str, ...] = ()              # why this tile, who measured it
+    allowed_spill_bytes: int = 0
+
+    @property
+    def compiler_options(self) -> tuple[str, ...]:
+        """NVRTC options that this plan asks for, beside those every kernel gets."""
+        level = self.register_usage_level
+        return () if level is None else (f"--ptxas-options=--register-usage-level={level}",)
+
+    @property
+    def kernel_name(self) -> str:
+        """`<variant>.<target>`, the name of files; the CUDA entry is `variant`."""
+        return f"{self.variant}.{self.target}"
+
+    def constant(self, name: str) -> int:
+        return next(c.value for c in self.constants if c.name == name)
+
+    def spec_value(self, name: str) -> object:
+        return dict(self.spec)[name]
+
+    def params_format(self) -> str:
+        """Format for `struct.pack`: native sizes, explicit padding, so that it equals the CUDA struct."""
+        return params_layout(self.params)[0]
+
+    def params_bytes(self) -> int:
+        return struct.calcsize(self.params_format())
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """Stable text: same plan, same bytes."""
+        return json.dumps(self.to_dict(), sort_keys=True, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        raw = json.loads(text)
+        kinds = {"constants": Constant, "params": Param, "smem": Region, "roles": Role}
+        for key, kind in kinds.items():
+            raw[key] = tuple(kind(**row) for row in raw[key])
+        for key in ("spec", "slots", "flags"):
+            raw[key] = tuple((name, _freeze(value)) for name, value in raw[key])
+        raw["launch"] = Launch(**raw["launch"])
+        raw["notes"] = tuple(raw["notes"])
+        return cls(**raw)
+
+
+def _freeze(value: object) -> object:
+    if isinstance(value, list):
+        return tuple(_freeze(item) for item in value)
+    return value
+
+
+def params_layout(params: tuple[Param, ...]) -> tuple[str, dict[str, int]]:
+    """(struct format with explicit padding, offset in bytes by name) of the C struct with these members."""
+    code, offset, offsets, align = "<", 0, {}, 1
+    for param in params:
+        ctype = CTYPES[param.ctype]
+        pad = -offset % ctype.bytes
+        code += "x" * pad + ctype.code
+        offset += pad
+        offsets[param.name] = offset
+        offset += ctype.bytes
+        align = max(align, ctype.bytes)
+    return code + "x" * (-offset % align), offsets
+
+
+def registers_per_thread_max(threads: int, min_blocks: int, target: Target) -> int:
+    """What __launch_bounds__(threads, min_blocks) leaves each thread: the file split, in units of 8."""
+    return min(target.regs_per_thread, target.regs_per_sm // (threads * min_blocks) // 8 * 8)
+
+
+def verify(plan: Plan, target: Target) -> None:
+    """Raise PlanError, with the arithmetic, if the plan does not fit the target."""
+
+    def refuse(what: str, allowed: str, nearest: str = "") -> None:
+        raise PlanError(what, where=plan.kernel_name, allowed=allowed, nearest=nearest,
+                        next="flashgen explain SPEC shows the plan and its memory map")
+
+    if plan.target != target.name:
+        refuse(f"plan is for {plan.target}, not {target.name}", plan.target)
+    launch = plan.launch
+    warps = sum(role.warps for role in plan.roles)
+    if 32 * warps != launch.threads:
+        refuse(f"roles ask for {warps} warps = {32 * warps} threads, the launch has {launch.threads}", "equal")
+    if launch.threads > target.max_threads_per_block:
+        refuse(f"{launch.threads} threads per block", f"at most {target.max_threads_per_block} on {target.name}")
+    end = 0
+    for region in plan.smem:
+        if region.offset_bytes < end or region.offset_bytes % 16:
+            refuse(f"shared-memory region {region.name} at {region.offset_bytes} overlaps or is misaligned",
+                   f"16-byte aligned, from {end}")
+        end = region.offset_bytes + region.size_bytes
+    terms = " + ".join(f"{r.name} {r.size_bytes}" for r in plan.smem)
+    if end != launch.smem_bytes:
+        refuse(f"shared memory map ends at {end} bytes, the launch asks for {launch.smem_bytes}", "equal")
+    if end > target.smem_per_block_bytes:
+        refuse(f"needs {terms} = {end} bytes of shared memory per block",
+               f"{target.smem_per_block_bytes} bytes on {target.name}",
+               "a smaller tile.n, fewer stages, or a smaller tile.m")
+    resident = launch.min_blocks_per_sm * (end + SMEM_RESERVED_PER_BLOCK_BYTES)
+    if resident > target.smem_per_sm_bytes:
+        refuse(f"{launch.min_blocks_per_sm} blocks per SM need {launch.min_blocks_per_sm} * ({end} + "
+               f"{SMEM_RESERVED_PER_BLOCK_BYTES}) = {resident} bytes of shared memory",
+               f"{target.smem_per_sm_bytes} bytes per SM on {target.name}", "fewer blocks per SM")
+    if launch.min_blocks_per_sm * launch.threads > target.max_threads_per_sm:
+        refuse(f"{launch.min_blocks_per_sm} blocks of {launch.threads} threads per SM",
+               f"{target.max_threads_per_sm} threads per SM on {target.name}")
+    if plan.params_bytes() > 4096:
+        refuse(f"{plan.params_bytes()} bytes of parameters", "4096 bytes")

@@ -1,0 +1,69 @@
+"""plan -> source: Jinja over templates/, and the closure of headers the text reaches."""
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import jinja2
+import jinja2.sandbox
+
+from flashgen.codegen.plan import CTYPES, Plan
+from flashgen.codegen.slots import MASKS
+from flashgen.codegen.source import Source
+from flashgen.errors import TemplateError
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+
+
+@functools.cache
+def environment(root: Path = TEMPLATES) -> jinja2.Environment:
+    return jinja2.sandbox.SandboxedEnvironment(
+        loader=jinja2.FileSystemLoader(root), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False)
+
+
+def render(plan: Plan) -> Source:
+    """The CUDA text of a plan with the headers it reaches. Same plan, same bytes. Raises TemplateError."""
+    try:
+        template = environment().get_template(plan.template)
+        text = template.render(plan=_view(plan), flags=dict(plan.flags), kv_loops=MASKS[dict(plan.slots)["mask"]].loops,
+                               slot_files=[f"slots/{slot}/{choice}.cuh.j2" for slot, choice in plan.slots])
+    except jinja2.TemplateError as error:
+        where = f"{getattr(error, 'filename', None) or plan.template}:{getattr(error, 'lineno', 0) or 0}"
+        raise TemplateError(f"template does not render: {error.message}", where=where,
+                            next="pytest tests/test_templates.py checks all template rules") from error
+    text = re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
+    return Source(text=text, entry=plan.variant, file_name=f"{plan.kernel_name}.cu",
+                  headers=reached_headers(text), arch=plan.target, options=plan.compiler_options)
+
+
+def _view(plan: Plan) -> dict[str, object]:
+    """The plan as templates see it: the same names, with CUDA types resolved, so that templates need no look-ups."""
+    view: dict[str, object] = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+    view["kernel_name"] = plan.kernel_name
+    view["params_bytes"] = plan.params_bytes()
+    view["params"] = [{"cuda_type": CTYPES[p.ctype].cuda, "name": p.name, "about": p.about} for p in plan.params]
+    return view
+
+
+def reached_headers(text: str) -> tuple[tuple[str, str], ...]:
+    """(include name, text) of every header that `text` reaches, sorted by name."""
+    reached: dict[str, str] = {}
+    waiting = _INCLUDE.findall(text)
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached[name] = header_text(name)
+            waiting += _INCLUDE.findall(reached[name])
+    return tuple(sorted(reached.items()))
+
+
+@functools.cache
+def header_text(name: str) -> str:
+    path = TEMPLATES / "include" / name
+    if not path.is_file():
+        raise TemplateError(f"no header {name}", where=str(path.relative_to(TEMPLATES)),
+                            allowed="files below templates/include")
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,30 @@
+"""Shared-memory maps: the arithmetic behind TileShape (templates/include/flashgen/tile.cuh)."""
+from __future__ import annotations
+
+from flashgen.codegen.plan import Region
+
+ELEMENT_BYTES = 2
+REGION_ALIGN_BYTES = 1024  # eight 128-byte rows: one period of the swizzle
+
+
+def round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def smem_cols(head_dim: int) -> int:
+    """Columns a row of `head_dim` occupies: whole panels of 32 (64 where that adds none); the copies zero the rest."""
+    return round_up(head_dim, 32)
+
+
+def tile_bytes(rows: int, head_dim: int) -> int:
+    return rows * smem_cols(head_dim) * ELEMENT_BYTES
+
+
+def layout_regions(pieces: tuple[tuple[str, int, str], ...]) -> tuple[Region, ...]:
+    """Places (name, bytes, what it holds) one after the other."""
+    regions, offset = [], 0
+    for name, size, holds in pieces:
+        offset = round_up(offset, REGION_ALIGN_BYTES)
+        regions.append(Region(name, offset, size, holds))
+        offset += size
+    return tuple(regions)

@@ -1,0 +1,299 @@
+"""The table of spec fields: one pydantic model from which checks, error texts, schema and documentation come.
+
+A Spec is one variant for one target: scalars only. `spec.py` makes Specs out of files whose fields may be lists.
+"""
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.target import TARGETS
+from flashgen.codegen.yaml_tree import Trap
+from flashgen.errors import SpecError
+
+if TYPE_CHECKING:  # a checker cannot read a Literal made from a table
+    Arch = str
+    DTypeName = str
+else:
+    Arch = Literal[tuple(TARGETS)]
+    DTypeName = Literal[tuple(DTYPES)]
+
+NAME_PATTERN = r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$"  # no double underscore: C++ reserves those
+
+
+def _row(about: str, unit: str = "", *, override: bool = False, **limits: Any) -> Any:
+    return Field(description=about, json_schema_extra={"unit": unit, "override": override}, **limits)
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", populate_by_name=True)
+
+
+class Tile(_Frozen):
+    m: Annotated[int, _row("query rows of one block", "rows", ge=16, le=256, multiple_of=16)]
+    n: Annotated[int, _row("key/value rows of one pipeline stage", "rows", ge=16, le=256, multiple_of=16)]
+
+
+class Roles(_Frozen):
+    mma: Annotated[int, _row("warps that multiply and keep the softmax state", "warps", ge=1, le=16)]
+
+
+class Spec(_Frozen):
+    """One variant for one target. Every way to make one raises SpecError, and nothing else, on a bad value."""
+
+    name: Annotated[str, _row("first part of the kernels' names", pattern=NAME_PATTERN, max_length=64)]
+    family: Annotated[Literal["fa2"], _row("algorithm, a module of codegen/lower")]
+    pass_: Annotated[Literal["fwd"], _row("direction", alias="pass")]
+    arch: Annotated[Arch, _row("compilation target, as NVRTC spells it")]
+    dtype: Annotated[DTypeName, _row("element type of q, k, v and out")]
+    head_dim_qk: Annotated[int, _row("columns of q and k", "elements", ge=8, le=256, multiple_of=8)]
+    head_dim_v: Annotated[int, _row(
+        "columns of v and out; nothing means head_dim_qk", "elements", ge=8, le=256, multiple_of=8,
+    )] = None  # type: ignore[assignment]  # the validator below fills it in, so readers always see an int
+    causal: Annotated[bool, _row("query i sees keys j <= i + seqlen_kv - seqlen_q only")] = False
+    window: Annotated[bool, _row(
+        "bounds left and right of the diagonal come with each call; also serves a causal call, with right = 0")] = False
+    kv_layout: Annotated[Literal["dense", "varlen"], _row(
+        "dense: [batch, seqlen, heads, dim]; varlen: packed rows with cu_seqlens")] = "dense"
+    score: Annotated[Literal["none"], _row("change of the scores before the mask")] = "none"
+    lse: Annotated[bool, _row("the kernel can write lse")] = True
+    batch_invariant: Annotated[bool, _row("a request's bits do not depend on its neighbours in the batch")] = False
+    tile: Annotated[Tile | None, _row("block tile; nothing means that the plan decides", override=True)] = None
+    stages: Annotated[int | None, _row(
+        "key/value tiles in flight; nothing means that the plan decides", "tiles", override=True, ge=2, le=5)] = None
+    roles: Annotated[Roles | None, _row("warps per role; nothing means that the plan decides", override=True)] = None
+    blocks_per_sm: Annotated[int | None, _row(
+        "blocks the register budget leaves room for; nothing means that the plan decides", "blocks per SM",
+        override=True, ge=1, le=8)] = None
+    q_operand: Annotated[Literal["shared", "registers"] | None, _row(
+        "where q waits between key tiles; nothing means that the plan decides", override=True)] = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_with_spec_error(cls, data: Any, handler: ModelWrapValidatorHandler[Spec]) -> Spec:
+        follows = isinstance(data, dict) and data.get("head_dim_v") is None
+        if follows:
+            data = {**data, "head_dim_v": data.get("head_dim_qk")}
+        try:
+            spec = handler(data)
+        except ValidationError as error:
+            found = problems_of(error, lambda loc, key: (".".join(("Spec", *loc)), ""))
+            # a head_dim_v that only follows would repeat what is wrong with head_dim_qk
+            raise together([p for p in found if not (follows and p.where == "Spec.head_dim_v")]) from None
+        if spec.causal and spec.window:
+            raise SpecError(
+                "window is true together with causal", where="Spec.window",
+                allowed="one of the two; a window kernel serves causal calls with right = 0",
+                nearest="causal: false, window: true",
+                next="when both are lists, add `- {causal: true, window: true}` to exclude")
+        return spec
+
+    @property
+    def variant(self) -> str:
+        """The kernel's name without its target: a C identifier, and different for every difference but arch."""
+        dims = f"d{self.head_dim_qk}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else "")
+        parts: list[tuple[object, str]] = [
+            (True, f"{self.name}_{self.dtype}_{dims}"),
+            (self.causal, "causal"),
+            (self.window, "window"),
+            (self.kv_layout != "dense", self.kv_layout),
+            (not self.lse, "nolse"),
+            (self.batch_invariant, "inv"),
+            (self.tile, f"m{self.tile.m}n{self.tile.n}" if self.tile else ""),
+            (self.stages, f"s{self.stages}"),
+            (self.roles, f"w{self.roles.mma}" if self.roles else ""),
+            (self.blocks_per_sm, f"b{self.blocks_per_sm}"),
+            (self.q_operand, {"shared": "qsmem", "registers": "qreg"}.get(self.q_operand or "", "")),
+        ]
+        return "_".join(text for present, text in parts if present)
+
+    def fields(self) -> tuple[tuple[str, object], ...]:
+        """(YAML name, value) in table order without arch; tile and roles as tuples of pairs, or None."""
+        def plain(value: object) -> object:
+            return tuple(value) if isinstance(value, BaseModel) else value
+        return tuple((row.name, plain(getattr(self, row.attribute))) for row in rows() if row.name != "arch")
+
+    def with_(self, **changes: Any) -> Spec:
+        """A checked copy. A head_dim_v equal to head_dim_qk follows it, unless it is named too. Raises SpecError."""
+        values = {name: getattr(self, name) for name in Spec.model_fields}
+        if self.head_dim_v == self.head_dim_qk:
+            values["head_dim_v"] = None if "head_dim_qk" in changes else self.head_dim_v
+        return Spec(**(values | changes))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table, as read from the model: `schema` is the JSON schema of one value, null apart."""
+
+    name: str       # in YAML; `tile.m` inside a mapping
+    attribute: str  # in Python
+    about: str
+    unit: str
+    schema: dict[str, Any]
+    required: bool
+    default: object
+    override: bool
+    parts: tuple[Row, ...] = ()
+
+    @property
+    def nullable(self) -> bool:
+        return not self.required and self.default is None
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    return tuple(_rows(Spec, ""))
+
+
+def _rows(model: type[BaseModel], prefix: str) -> Iterator[Row]:
+    schema = model.model_json_schema()
+    for attribute, info in model.model_fields.items():
+        name = info.alias or attribute
+        prop = schema["properties"][name]
+        value = next(s for s in prop.get("anyOf", [prop]) if s.get("type") != "null")
+        inner = {"Tile": Tile, "Roles": Roles}.get(value.get("$ref", "").rpartition("/")[2])
+        limits = {"type": "object"} if inner else {
+            key: value[key] for key in _LIMITS if key in value}
+        yield Row(prefix + name, attribute, prop["description"], prop["unit"], limits, info.is_required(),
+                  info.default, prop["override"], tuple(_rows(inner, f"{name}.")) if inner else ())
+
+
+_LIMITS = ("type", "enum", "const", "minimum", "maximum", "multipleOf", "pattern", "maxLength")
+
+
+@functools.cache
+def rows_by_name() -> dict[str, Row]:
+    return {row.name: row for top in rows() for row in (top, *top.parts)}
+
+
+def choices(row: Row) -> list[Any] | None:
+    """Every allowed value, or None where there are too many to list."""
+    schema = row.schema
+    if schema["type"] == "boolean":
+        return [False, True]
+    if schema["type"] == "integer":
+        return list(range(schema["minimum"], schema["maximum"] + 1, schema.get("multipleOf", 1)))
+    return schema.get("enum", [schema["const"]] if "const" in schema else None)
+
+
+def allowed(row: Row) -> str:
+    """The allowed values in words, from the same limits that pydantic checks."""
+    schema = row.schema
+    if row.parts:
+        return "{" + ", ".join(f"{p.name.rpartition('.')[2]}: {allowed(p)}" for p in row.parts) + "}"
+    if schema["type"] == "integer":
+        step, low, high = schema.get("multipleOf", 1), schema["minimum"], schema["maximum"]
+        return f"multiples of {step} from {low} to {high}" if step > 1 else f"whole numbers from {low} to {high}"
+    if (values := choices(row)) is not None:
+        return ", ".join(map(show, values))
+    return f"lower-case words of letters and digits joined by _, at most {schema['maxLength']} characters"
+
+
+def nearest(row: Row, value: object) -> str:
+    """The allowed value nearest to a refused one, or an empty string where nothing is near."""
+    if isinstance(value, Trap):
+        value = value.text if row.schema["type"] == "string" else value.read
+    if row.parts or type(value) not in (bool, int, float, str):
+        return ""
+    if row.schema["type"] == "integer":
+        return _nearest_number(choices(row) or [], value)
+    if row.schema["type"] == "boolean":
+        words = {"true": "true", "yes": "true", "on": "true", "1": "true", "false": "false", "no": "false",
+                 "off": "false", "0": "false"}
+        return words.get(closest(show(value).strip("'").lower(), words), "")
+    if (values := choices(row)) is not None:
+        return closest(show(value).strip("'").lower(), values)
+    text = re.sub(r"[^a-z0-9]+", "_", show(value)[:row.schema["maxLength"]].lower()).strip("_")
+    return text if re.match(NAME_PATTERN, text) else ""
+
+
+def _nearest_number(values: list[int], value: object) -> str:
+    try:
+        number = value if isinstance(value, int) else float(value)  # type: ignore[arg-type]
+    except ValueError:
+        return ""
+    if isinstance(value, bool) or (isinstance(number, float) and math.isnan(number)):
+        return ""
+    number = min(max(number, values[0]), values[-1])  # first, so that neither inf nor a huge int meets a float
+    return str(min(values, key=lambda candidate: abs(candidate - number)))
+
+
+def closest(text: str, words: Any) -> str:
+    """The most similar word, or an empty string where none is similar."""
+    found = difflib.get_close_matches(text[:64], list(words), n=1, cutoff=0.3)
+    return found[0] if found else ""
+
+
+def show(value: object) -> str:
+    """A value as YAML would spell it, short enough for one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "null"
+    if type(value) is int:
+        text = str(value) if abs(value) < 10**20 else f"a number of {value.bit_length()} bits"
+    elif type(value) in (float, Trap):
+        text = str(value)
+    elif type(value) is str:
+        text = value if value.isascii() and re.fullmatch(r"[A-Za-z]\w*", value) else ascii(value)
+    elif isinstance(value, _Frozen):
+        text = "{" + ", ".join(f"{key}: {show(part)}" for key, part in value) + "}"
+    elif isinstance(value, (dict, list, tuple)):
+        text = "a mapping" if isinstance(value, dict) else "a list"
+    else:
+        text = f"an object of type {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+Locate = Callable[[tuple[str, ...], bool], tuple[str, str]]
+
+
+def problems_of(error: ValidationError, locate: Locate, field: str = "") -> list[SpecError]:
+    """pydantic's findings on a Spec, or on the value of one field, as SpecErrors.
+
+    `locate` gives (where, note on the value) of a path below the value; its flag asks for the key instead.
+    """
+    found = []
+    for item in error.errors(include_url=False, include_context=False):
+        loc = tuple(str(key) for key in item["loc"])
+        *parents, last = (field, *loc) if field else (loc or ("",))
+        name = ".".join((*parents, last))
+        row = rows_by_name().get(name)
+        where, note = locate(loc, item["type"] == "extra_forbidden")
+        if item["type"] == "extra_forbidden":
+            siblings = [r.name for r in rows_by_name().values() if r.name.rpartition(".")[0] == ".".join(parents)]
+            found.append(unknown_key(last, [sibling.rpartition(".")[2] for sibling in siblings], where))
+        elif row is None:
+            found.append(SpecError(item["msg"], where=where, allowed="a mapping of spec fields"))
+        elif item["type"] == "missing":
+            found.append(SpecError(f"{name} is missing", where=where, allowed=allowed(row)))
+        else:
+            found.append(bad_value(row, item["input"], where, note))
+    return found
+
+
+def bad_value(row: Row, value: object, where: str, note: str = "") -> SpecError:
+    return SpecError(f"{row.name} is {show(value)}{note}", where=where,
+                     allowed=allowed(row) + (", or null" if row.nullable else ""), nearest=nearest(row, value))
+
+
+def unknown_key(key: str, known: list[str], where: str) -> SpecError:
+    return SpecError(f"unknown key {show(key)}", where=where, allowed=", ".join(known), nearest=closest(key, known))
+
+
+def together(problems: list[SpecError]) -> SpecError:
+    """One error for all: the first, with the others listed below it."""
+    first, *others = problems
+    if not others:
+        return first
+    details = "\n".join([f"and {len(others)} more:", *map(str, others)])
+    return SpecError(first.what, where=first.where, allowed=first.allowed, nearest=first.nearest, next=first.next,
+                     details=details)

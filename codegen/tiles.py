@@ -1,0 +1,92 @@
+"""The tile table: which tile a head size gets on which target, and who measured it. The only copy of these numbers.
+
+A row serves head sizes up to its own (a smaller head uses the next larger row); rows of one family are tried in order
+and the first that covers the head and lists the target wins.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TileRow:
+    family: str
+    targets: frozenset[str]
+    masks: frozenset[str]
+    head_dim_qk: int
+    head_dim_v: int
+    m: int                            # query rows per block
+    n: int                            # keys per tile
+    warps: int
+    stages: int
+    blocks_per_sm: int
+    q_operand: str                    # where the A operand of the score product is: "shared" or "registers"
+    register_usage_level: int | None  # ptxas option, 0 to 10; None is its default, 5
+    source: str
+
+
+ANY = frozenset({"full", "causal", "window"})
+FULL = frozenset({"full"})
+HOPPER = frozenset({"sm_90", "sm_90a"})
+B200 = frozenset({"sm_100a"})
+A100 = frozenset({"sm_80"})
+SMALL_SMEM = frozenset({"sm_86", "sm_89", "sm_120"})
+
+
+def _rows(targets: frozenset[str], source: str, *tiles: tuple) -> tuple[TileRow, ...]:
+    return tuple(TileRow("fa2", targets, *tile, source) for tile in tiles)
+
+
+#    masks dqk  dv   m    n  warps stages blocks q_operand  level
+TILES: tuple[TileRow, ...] = (
+    *_rows(
+        HOPPER, "fastest of the candidates timed on an H200, 2026-11-29 (docs/fa2.md)",
+        (ANY, 32, 32, 128, 48, 4, 3, 3, "registers", None),
+        (ANY, 64, 64, 128, 64, 4, 2, 2, "registers", None),
+        (ANY, 96, 96, 128, 32, 4, 2, 2, "registers", None),
+        (ANY, 128, 128, 128, 48, 4, 2, 2, "shared", 2),
+        (ANY, 192, 128, 128, 32, 4, 2, 2, "shared", None),
+        (FULL, 192, 192, 128, 64, 8, 2, 1, "registers", 2),
+        (ANY, 192, 192, 64, 32, 4, 2, 2, "registers", None),
+        (ANY, 256, 256, 128, 64, 8, 2, 1, "shared", 2),
+    ),
+    *_rows(
+        B200, "the sm_90 tile, narrower where registers run out; not timed",
+        (ANY, 32, 32, 128, 48, 4, 3, 3, "registers", None),
+        (ANY, 64, 64, 128, 64, 4, 2, 2, "registers", None),
+        (ANY, 96, 96, 128, 32, 4, 2, 2, "registers", None),
+        (ANY, 128, 128, 128, 32, 4, 2, 2, "shared", 2),
+        (ANY, 192, 128, 128, 32, 4, 2, 2, "shared", None),
+        (ANY, 192, 192, 64, 32, 4, 2, 2, "registers", None),
+        (ANY, 256, 256, 128, 64, 8, 2, 1, "shared", 2),
+    ),
+    *_rows(
+        A100, "the sm_90 tile shrunk to 164 KiB of shared memory per SM; not timed",
+        (ANY, 32, 32, 128, 48, 4, 3, 3, "registers", None),
+        (ANY, 64, 64, 128, 64, 4, 2, 2, "registers", None),
+        (ANY, 96, 96, 128, 32, 4, 2, 2, "registers", None),
+        (ANY, 128, 128, 128, 32, 4, 2, 2, "shared", 2),
+        (ANY, 192, 128, 128, 32, 4, 2, 1, "shared", None),
+        (ANY, 192, 192, 64, 32, 4, 2, 1, "registers", None),
+        (ANY, 256, 256, 128, 32, 8, 2, 1, "shared", 2),
+    ),
+    *_rows(
+        SMALL_SMEM, "the sm_90 tile shrunk to 100 KiB of shared memory per SM; not timed",
+        (ANY, 32, 32, 128, 48, 4, 3, 2, "registers", None),
+        (ANY, 64, 64, 128, 64, 4, 2, 1, "registers", None),
+        (ANY, 96, 96, 128, 32, 4, 2, 1, "registers", None),
+        (ANY, 128, 128, 128, 32, 4, 2, 1, "shared", 2),
+        (ANY, 192, 128, 64, 32, 4, 2, 1, "shared", None),
+        (ANY, 192, 192, 64, 32, 4, 2, 1, "registers", None),
+        (ANY, 256, 256, 64, 32, 4, 2, 1, "shared", 2),
+    ),
+)
+
+
+def find_tile(family: str, target: str, mask: str, head_dim_qk: int, head_dim_v: int) -> TileRow | None:
+    """The first row that lists the target and mask and covers the head; None where no row does."""
+    for row in TILES:
+        if (row.family == family and target in row.targets and mask in row.masks
+                and head_dim_qk <= row.head_dim_qk and head_dim_v <= row.head_dim_v):
+            return row
+    return None

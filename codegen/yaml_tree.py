@@ -1,0 +1,238 @@
+"""YAML text, or plain Python data, -> a tree that knows where each value was written. Knows nothing of specs.
+
+PyYAML speaks YAML 1.1, whose readings of `on`, `010` or `1:30` surprise people. Scalars are therefore read here, and
+what YAML 1.1 would silently turn into something else becomes a Trap, which no field accepts.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from flashgen.errors import SpecError
+
+MAX_FILE_BYTES = 1 << 18
+MAX_DEPTH = 8  # a spec needs 6; the limit keeps Python's stack out of a hostile file's reach
+_TAG = "tag:yaml.org,2002:"
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A scalar that no field takes: `text` as written, `read` as YAML 1.1 reads it (None if it cannot)."""
+
+    text: str
+    read: object = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Node(NamedTuple):
+    value: Any      # a scalar, a Trap, a list of Nodes, or a dict from key to Entry
+    where: str
+    note: str = ""  # what to add when the value is refused
+
+
+class Entry(NamedTuple):
+    where: str      # of the key
+    node: Node
+
+
+def read_yaml(path: Path) -> tuple[Node, list[SpecError]]:
+    """The tree of a file and what is wrong with its mappings.
+
+    Raises SpecError where there is no tree, and FileNotFoundError, since only the caller knows what else there is.
+    """
+    where = show_path(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise SpecError(f"cannot read: {getattr(error, 'strerror', None) or error}", where=where,
+                        allowed="a readable YAML file") from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise SpecError("file too large for a spec", where=where, allowed=f"at most {MAX_FILE_BYTES} bytes")
+    root = _compose(_decode(raw, where), where)
+    if root is None:
+        raise SpecError("file is empty", where=f"{where}:1:1", allowed="a mapping of spec fields")
+    reader = _YamlReader(where)
+    return reader.node(root, 0), reader.problems
+
+
+def show_path(path: Path) -> str:
+    """The path, escaped where a terminal or a log could not print it."""
+    return str(path) if str(path).isprintable() else ascii(str(path))
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = error.object[:error.start].decode("utf-8", "replace")  # `object` is raw without its byte-order mark
+        raise SpecError(f"byte 0x{error.object[error.start]:02x} is not UTF-8", where=where + _position(before),
+                        allowed="text in UTF-8") from None
+
+
+def _position(before: str) -> str:
+    """`:line:column` of what follows this text, both from 1."""
+    return f":{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+
+
+def _compose(text: str, where: str) -> yaml.Node | None:
+    try:
+        loader = _Loader(text)
+        try:
+            return loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = "not YAML: " + " ".join(filter(None, (error.context, error.problem)))
+        allowed = "valid YAML"
+        if "another document" in what:
+            what, allowed = "a second YAML document starts here", "one document in a file"
+        elif mark is not None and "\t" in "".join(text.split("\n")[mark.line:mark.line + 1]):
+            allowed = "spaces, not tabs, for indentation"
+        position = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
+        raise SpecError(what, where=where + position, allowed=allowed) from None
+    except yaml.reader.ReaderError:  # its own position counts bytes or characters, depending on the loader
+        bad = re.search(r"[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", text)
+        position = _position(text[:bad.start()]) if bad else ""
+        raise SpecError(f"not YAML: character {bad[0] if bad else ''!a}", where=where + position,
+                        allowed="printable text") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # what PyYAML's own parser adds to the above
+        raise SpecError(f"not YAML: {type(error).__name__} {error}", where=where, allowed="valid YAML") from None
+
+
+class _YamlReader:
+    """Converts PyYAML nodes. Shared nodes are converted once, so that aliases of aliases cost nothing."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.problems: list[SpecError] = []
+        self._done: dict[int, Node] = {}
+
+    def where(self, node: yaml.Node) -> str:
+        return f"{self.path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+
+    def node(self, node: yaml.Node, depth: int) -> Node:
+        if id(node) not in self._done:
+            self._done[id(node)] = Node(Trap("a value that contains itself"), self.where(node))
+            self._done[id(node)] = self._convert(node, depth)
+        return self._done[id(node)]
+
+    def _convert(self, node: yaml.Node, depth: int) -> Node:
+        where = self.where(node)
+        if depth > MAX_DEPTH:
+            return Node(Trap("a value nested too deeply"), where)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            return Node([self.node(item, depth + 1) for item in node.value], where)
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+            return Node(self._mapping(node, depth), where)
+        if isinstance(node, yaml.ScalarNode):
+            value, note = _scalar(node.tag, node.value, plain=not node.style)
+            return Node(value, where, note)
+        return Node(Trap(f"a value tagged {node.tag}"), where)
+
+    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Entry]:
+        own: dict[str, Entry] = {}
+        merged: dict[str, Entry] = {}
+        seen: set[str] = set()
+        for key, value in node.value:
+            where = self.where(key)
+            if not isinstance(key, yaml.ScalarNode):
+                self.problems.append(SpecError("a key is a list or a mapping", where=where, allowed="a word"))
+                continue
+            if key.value in seen:
+                self.problems.append(SpecError(f"key {key.value!a} is there twice", where=where,
+                                               allowed="each key once"))
+            seen.add(key.value)
+            if key.tag == _TAG + "merge":
+                merged = self._merge(value, depth) | merged
+            else:
+                own[key.value] = Entry(where, self.node(value, depth + 1))
+        return merged | own
+
+    def _merge(self, node: yaml.Node, depth: int) -> dict[str, Entry]:
+        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        result: dict[str, Entry] = {}
+        for source in sources:
+            value = self.node(source, depth + 1).value
+            if not isinstance(value, dict):
+                self.problems.append(SpecError("<< needs another mapping, or a list of them", where=self.where(source),
+                                               allowed="an alias such as *base"))
+                continue
+            result = value | result  # the first of several sources wins, as YAML 1.1 has it
+        return result
+
+
+def _scalar(tag: str, text: str, plain: bool) -> tuple[object, str]:
+    """(value, note) of a scalar; the value is a Trap where YAML 1.1 reads something else than people write."""
+    kind = tag.removeprefix(_TAG)
+    if kind == "str":
+        if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|0o[0-7]+", text):
+            return text, ", which YAML 1.1 reads as text; write it in full" if plain else ", which is quoted text"
+        return text, ", which is quoted text" if not plain and text in ("true", "false", "null") else ""
+    if kind == "null":
+        return None, "" if text else " (nothing is written)"
+    reader: Callable[[str], object] | None = {"bool": _bool, "int": _int, "float": _float}.get(kind)
+    try:
+        value = reader(text) if reader else None
+    except ValueError:
+        value = None
+    if value is None:
+        return Trap(text, None), f", which YAML reads as {_KINDS.get(kind, f'a value tagged {tag}')}"
+    as_written = {"bool": r"true|false|True|False|TRUE|FALSE", "int": r"[-+]?(0|[1-9]\d*)", "float": r".*"}[kind]
+    if re.fullmatch(as_written, text):
+        return value, ""
+    shown = str(value).lower()
+    return Trap(text, value), f", which YAML 1.1 reads as {shown}; write {shown}, or quote it if text is meant"
+
+
+_KINDS = {"timestamp": "a date", "binary": "binary data", "merge": "a merge key", "value": "a default key",
+          "int": "a number too long to use", "float": "a base-60 number"}
+
+
+def _bool(text: str) -> bool:
+    return {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}[text.lower()]
+
+
+def _int(text: str) -> int:
+    digits = text.replace("_", "").lower()
+    sign, digits = (-1 if digits.startswith("-") else 1), digits.lstrip("+-")
+    if len(digits) > 1000:  # Python refuses to convert far longer ones
+        raise ValueError("too long")
+    if ":" in digits:
+        value = 0
+        for part in digits.split(":"):
+            value = value * 60 + int(part)
+        return sign * value
+    if digits.startswith(("0x", "0b")):
+        return sign * int(digits, 0)
+    return sign * int(digits, 8 if digits.startswith("0") and digits != "0" else 10)
+
+
+def _float(text: str) -> float:
+    return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def from_python(value: object, where: str, depth: int = 0) -> Node:
+    """The same tree from dicts, lists, tuples and scalars; `where` grows as `spec.tile.m` or `spec.arch[1]`."""
+    if depth > MAX_DEPTH:
+        return Node(Trap("a value nested too deeply"), where)
+    if isinstance(value, Mapping):
+        items = {key if type(key) is str else f"<{type(key).__name__}>": item for key, item in value.items()}
+        return Node({key: Entry(f"{where}.{key}", from_python(item, f"{where}.{key}", depth + 1))
+                     for key, item in items.items()}, where)
+    if isinstance(value, (list, tuple)):
+        return Node([from_python(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)], where)
+    if value is None or type(value) in (bool, int, float, str):
+        return Node(value, where)
+    return Node(Trap(f"an object of type {type(value).__name__}"), where)

@@ -1,0 +1,39 @@
+"""flashgen: attention kernels generated from YAML specs, compiled by NVRTC, looked up at run time from PyTorch.
+
+`import flashgen` brings in neither torch nor CUDA; each name below loads what it needs when it is first used.
+"""
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from flashgen.codegen.explain import explain
+    from flashgen.codegen.spec import Spec, load_specs
+    from flashgen.runtime.lookup import load_bundle
+    from flashgen.runtime.ops import attention
+
+__all__ = ["Spec", "attention", "explain", "load_bundle", "load_specs"]
+
+_HOMES = {
+    "Spec": "flashgen.codegen.spec",
+    "attention": "flashgen.runtime.ops",
+    "explain": "flashgen.codegen.explain",
+    "load_bundle": "flashgen.runtime.lookup",
+    "load_specs": "flashgen.codegen.spec",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value  # the next use costs a dictionary look-up
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,304 @@
+"""Build many variants: what the cache holds is taken from it, one miss compiles here, several go through ninja.
+
+Ninja runs one worker process per variant, for all of its archs, which pays for the process start once. Workers
+publish into the cache themselves; what they hand back is a small JSON file. A worker that dies takes only its own
+variant with it. Since hits are found first, a second build writes no build.ninja and starts no process.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import flashgen.errors
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.source import Source
+from flashgen.errors import EnvironmentError_, FlashgenError
+from flashgen.runtime.cache import STAGING_PREFIX, Cache, cache_key
+from flashgen.runtime.cubin import Resources
+from flashgen.runtime.entry import Entry
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec import Spec  # pydantic is not needed to build
+
+WORKER_MEMORY_BYTES = 512 << 20  # NVRTC peaks at 120 to 160 MB per process; the rest is room for larger kernels
+_WORKER = "flashgen.runtime.build_worker"
+_DONE = "@done "
+_FAILED = re.compile(r"FAILED: (?:\[code=(\d+)\] )?(\S+)")
+_NOT_RUN = -1
+_SIGNAL_BASE = 128  # how a shell reports a child that a signal ended
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """The outcome for one spec. Either `error` (FlashgenError.to_json plus its type) or the rest is set."""
+
+    variant: str
+    arch: str
+    key: str | None = None
+    path: Path | None = None  # the entry's folder, None if it could not be written
+    hit: bool = False
+    seconds: float = 0.0
+    error: dict[str, Any] | None = None
+    resources: Resources | None = None
+    entry: Entry | None = field(default=None, repr=False, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        resources = self.resources.to_dict() if self.resources else None
+        return {"variant": self.variant, "arch": self.arch, "key": self.key, "path": str(self.path or "") or None,
+                "hit": self.hit, "seconds": round(self.seconds, 4), "error": self.error, "resources": resources}
+
+
+Progress = Callable[[BuildResult, int, int], None]  # (result, results so far, results in all)
+
+
+@dataclass(frozen=True)
+class _Miss:
+    plan: Plan
+    source: Source
+    key: str
+    seconds: float  # spent on it so far
+
+
+class _Report:
+    """Results by position in `specs`; every one is announced as it comes in."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.results: dict[int, BuildResult] = {}
+        self._total, self._progress = total, progress
+
+    def add(self, index: int, result: BuildResult) -> None:
+        self.results[index] = result
+        if self._progress is not None:
+            self._progress(result, len(self.results), self._total)
+
+    @property
+    def failed(self) -> bool:
+        return any(result.error for result in self.results.values())
+
+
+def build_specs(specs: Sequence[Spec], cache: Cache | None = None, jobs: int | None = None,
+                progress: Progress | None = None, keep_going: bool = True) -> list[BuildResult]:
+    """One result per spec, in order.
+
+    What is wrong with a single spec (it does not lower, does not compile, its worker dies) is the `error` of its
+    result. `jobs` worker processes at most, by default as many as there are CPUs and memory for. With keep_going
+    False the first failure stops the rest. `progress` is called in this thread. Raises EnvironmentError_ without
+    NVRTC or ninja.
+    """
+    cache = cache if cache is not None else Cache()
+    report, misses = _Report(len(specs), progress), {}
+    for index, spec in enumerate(specs):
+        if report.failed and not keep_going:
+            break
+        found = _prepare(spec, cache)
+        if isinstance(found, BuildResult):
+            report.add(index, found)
+        else:
+            misses[index] = found
+    groups: dict[str, dict[str, list[int]]] = {}  # variant -> key -> positions (a spec may be listed twice)
+    for index, miss in misses.items():
+        groups.setdefault(miss.plan.variant, {}).setdefault(miss.key, []).append(index)
+    if keep_going or not report.failed:
+        if sum(len(keys) for keys in groups.values()) > 1:
+            _build_with_ninja(groups, misses, cache, jobs or jobs_default(), report, keep_going)
+        else:
+            for index, miss in misses.items():
+                report.add(index, _build_here(miss, cache))
+    for index, spec in enumerate(specs):
+        if index not in report.results:
+            report.add(index, _failure(spec.variant, spec.arch, "not built: an earlier variant failed"))
+    return [report.results[index] for index in range(len(specs))]
+
+
+def jobs_default() -> int:
+    """Workers that the CPUs of this process and the memory that is free allow; at least one."""
+    return max(1, min(len(os.sched_getaffinity(0)), _memory_available_bytes() // WORKER_MEMORY_BYTES))
+
+
+def _memory_available_bytes() -> int:
+    """Free memory of the machine, or what the container's limit leaves, whichever is less."""
+    meminfo = Path("/proc/meminfo").read_text()
+    free = int(re.search(r"MemAvailable:\s+(\d+) kB", meminfo)[1]) * 1024  # type: ignore[index]
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = re.search(r"^anon (\d+)", Path("/sys/fs/cgroup/memory.stat").read_text(), re.MULTILINE)
+    except OSError:
+        return free
+    return min(free, int(limit) - int(used[1])) if used and limit.isdigit() else free
+
+
+def _lower_and_render(spec: Spec) -> tuple[Plan, Source]:
+    from flashgen.codegen.lower import lower  # workers and bundles never lower
+    from flashgen.codegen.render import render
+
+    plan = lower(spec)
+    return plan, render(plan)
+
+
+def _prepare(spec: Spec, cache: Cache) -> BuildResult | _Miss:
+    """The result if it is known without compiling: a cache hit or a spec that does not lower."""
+    start = time.perf_counter()
+    try:
+        plan, source = _lower_and_render(spec)
+    except FlashgenError as err:
+        return _failure(spec.variant, spec.arch, err, seconds=time.perf_counter() - start)
+    entry = cache.get(plan, source)
+    seconds = time.perf_counter() - start
+    return _success(entry, seconds) if entry else _Miss(plan, source, cache_key(source, plan), seconds)
+
+
+def _build_here(miss: _Miss, cache: Cache) -> BuildResult:
+    start = time.perf_counter()
+    try:
+        entry = cache.build(miss.plan, miss.source)
+    except EnvironmentError_:
+        raise
+    except FlashgenError as err:
+        return _failure(miss.plan.variant, miss.plan.target, err, miss.key, time.perf_counter() - start)
+    return _success(entry, miss.seconds + time.perf_counter() - start)
+
+
+def _success(entry: Entry, seconds: float) -> BuildResult:
+    return BuildResult(entry.plan.variant, entry.plan.target, entry.key, entry.path, entry.hit, seconds, None,
+                       entry.cubin.resources, entry)
+
+
+def _failure(variant: str, arch: str, error: FlashgenError | str, key: str | None = None, seconds: float = 0.0,
+             details: str = "") -> BuildResult:
+    if isinstance(error, str):
+        error = FlashgenError(error, where=f"{variant}.{arch}", details=details)
+    return BuildResult(variant, arch, key, seconds=seconds, error=error_json(error))
+
+
+def error_json(error: FlashgenError) -> dict[str, Any]:
+    """An error as data: its fields, its class and the exit code of the command line."""
+    return {"type": type(error).__name__, "exit_code": error.exit_code, **error.to_json()}
+
+
+# -- many: ninja and worker processes
+
+Group = dict[str, list[int]]  # key -> positions in `specs`
+
+
+def _build_with_ninja(groups: dict[str, Group], misses: dict[int, _Miss], cache: Cache, jobs: int, report: _Report,
+                      keep_going: bool) -> None:
+    """Compile every group in its own process; report each as it ends."""
+    work, directory = _work_dir(cache)
+    try:
+        edges = {f"{variant}-{hashlib.sha256(' '.join(keys).encode()).hexdigest()[:12]}": keys
+                 for variant, keys in groups.items()}
+        _write_ninja(work, directory, edges, misses)
+        published = cache if directory == cache.directory else Cache(directory)
+        tail: list[str] = []
+        # Closed at once if `progress` raises: ninja must have ended before its folder goes.
+        with contextlib.closing(_finished_edges(work, jobs, keep_going, tail)) as finished:
+            for stem, code in finished:
+                if stem in edges:
+                    _collect(work, stem, code, edges.pop(stem), misses, published, cache, report, tail)
+        for stem, keys in edges.items() if keep_going else ():  # should be none
+            _collect(work, stem, _NOT_RUN, keys, misses, published, cache, report, tail)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _work_dir(cache: Cache) -> tuple[Path, Path]:
+    """(folder for this build's files, cache directory for the workers).
+
+    If the cache cannot be written, both are temporary and the kernels end up in the memory of `cache`.
+    """
+    if cache.directory is not None:
+        try:
+            return Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=cache.directory)), cache.directory
+        except OSError as err:
+            cache.warn_once(f"{cache.directory} cannot be written ({err.strerror})")
+    work = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX))
+    return work, work / "cache"
+
+
+def _write_ninja(work: Path, directory: Path, edges: dict[str, Group], misses: dict[int, _Miss]) -> None:
+    """build.ninja and one <edge>.job per worker. File names hold a hash of the keys, as the entries do."""
+    python = shlex.quote(sys.executable).replace("$", "$$")
+    lines = ["rule compile", f"  command = {python} -m {_WORKER} $in $out > $out.log 2>&1",
+             f"  description = {_DONE}$edge"]
+    for stem, keys in edges.items():
+        items = [{"key": key, "plan": misses[positions[0]].plan.to_json(),
+                  "source": dataclasses.asdict(misses[positions[0]].source)} for key, positions in keys.items()]
+        (work / f"{stem}.job").write_text(json.dumps({"cache": str(directory), "items": items}))
+        lines += [f"build {stem}.json: compile {stem}.job", f"  edge = {stem}"]
+    (work / "build.ninja").write_text("\n".join([*lines, ""]))
+
+
+def _finished_edges(work: Path, jobs: int, keep_going: bool, tail: list[str]) -> Generator[tuple[str, int]]:
+    """Run ninja; (edge, exit status) as the workers end. `tail` gets the last lines of what ninja said."""
+    try:
+        import ninja
+    except ImportError as err:
+        raise EnvironmentError_("building several variants needs ninja", next="pip install ninja") from err
+
+    package_parent = str(Path(flashgen.errors.__file__).parent.parent)
+    paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "NINJA_STATUS": "", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [os.path.join(ninja.BIN_DIR, "ninja"), "-j", str(jobs), "-k", "0" if keep_going else "1"]
+    with subprocess.Popen(command, cwd=work, env=env, text=True, errors="replace", stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT) as process:
+        try:
+            for line in process.stdout or ():
+                tail[:] = [*tail[-20:], line.rstrip()]
+                failed = _FAILED.match(line)
+                if failed:
+                    yield failed[2].removesuffix(".json"), int(failed[1] or 1)
+                elif line.startswith(_DONE) and (work / f"{line[len(_DONE):].strip()}.json").exists():
+                    yield line[len(_DONE):].strip(), 0
+        except BaseException:
+            process.terminate()  # ninja passes it on to the workers
+            raise
+
+
+def _collect(work: Path, stem: str, code: int, keys: Group, misses: dict[int, _Miss], published: Cache, cache: Cache,
+             report: _Report, tail: list[str]) -> None:
+    """Report what a worker left behind: its results, or its death."""
+    try:
+        results = json.loads((work / f"{stem}.json").read_text())
+    except FileNotFoundError:
+        results = {}
+    for key, positions in keys.items():
+        for index in positions:
+            miss, result = misses[index], results.get(key)
+            if result is None:
+                log = work / f"{stem}.json.log"
+                details = log.read_text(errors="replace").strip() if log.exists() else "\n".join(tail)
+                report.add(index, _failure(miss.plan.variant, miss.plan.target, _death(code), key, details=details))
+                continue
+            entry = published.get(miss.plan, miss.source) if result["error"] is None else None
+            if entry is not None and published is not cache:
+                entry = replace(entry, path=None)
+                cache.remember(entry)
+            resources = Resources.from_dict(result["resources"]) if result["error"] is None else None
+            report.add(index, BuildResult(miss.plan.variant, miss.plan.target, key, entry.path if entry else None,
+                                          result["hit"], miss.seconds + result["seconds"], result["error"], resources,
+                                          entry))
+
+
+def _death(code: int) -> str:
+    if code == _NOT_RUN:
+        return "no result from the build worker"
+    if code <= _SIGNAL_BASE:
+        return f"the build worker failed with exit status {code}"
+    name = signal.Signals(code - _SIGNAL_BASE).name if code - _SIGNAL_BASE in set(signal.Signals) else str(code)
+    hint = "; out of memory? Fewer jobs need less" if name == "SIGKILL" else ""
+    return f"the build worker was ended by {name}{hint}"

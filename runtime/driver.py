@@ -1,0 +1,71 @@
+"""The CUDA driver through cuda.bindings: checked calls, and the few facts of a device that a launch needs."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from flashgen.errors import DriverError, EnvironmentError_
+
+
+@functools.cache
+def api() -> ModuleType:
+    """cuda.bindings.driver, initialised. EnvironmentError_ says what the machine lacks."""
+    try:
+        from cuda.bindings import driver  # type: ignore[import-untyped]
+    except ImportError as err:
+        raise EnvironmentError_(f"cuda-bindings cannot be imported: {err}",
+                                next='pip install "cuda-bindings>=12.9.4,<14"') from err
+    try:
+        (status,) = driver.cuInit(0)
+    except Exception as err:  # which one depends on the version of the bindings
+        raise EnvironmentError_(f"the CUDA driver cannot be loaded: {err}", allowed="a machine with an NVIDIA driver",
+                                next="flashgen doctor; `flashgen build` and `flashgen explain` work without one") from err
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise EnvironmentError_(f"the CUDA driver does not start: {status.name}", next="flashgen doctor")
+    return driver
+
+
+def check(result: tuple, doing: str = "") -> Any:
+    """The values of a bindings call; DriverError naming the status if it failed."""
+    status, *values = result
+    if status != api().CUresult.CUDA_SUCCESS:
+        _, text = api().cuGetErrorString(status)
+        raise DriverError(f"{status.name}: {text.decode() if text else 'unknown'}", where=doing, next="flashgen doctor")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    index: int
+    name: str
+    cc: int  # 10 * major + minor
+    num_sms: int
+
+
+@functools.cache
+def device_facts(index: int) -> DeviceFacts:
+    """Facts of the device that torch calls cuda:<index>."""
+    cuda, attributes = api(), api().CUdevice_attribute
+    device = check(cuda.cuDeviceGet(index), f"cuda:{index}")
+
+    def attribute(name: str) -> int:
+        return check(cuda.cuDeviceGetAttribute(getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
+
+    name = check(cuda.cuDeviceGetName(128, device)).split(b"\0")[0].decode()
+    cc = 10 * attribute("COMPUTE_CAPABILITY_MAJOR") + attribute("COMPUTE_CAPABILITY_MINOR")
+    return DeviceFacts(index, name, cc, attribute("MULTIPROCESSOR_COUNT"))
+
+
+@contextmanager
+def during_capture() -> Iterator[None]:
+    """Lets this thread load a module while one of its streams is being captured into a CUDA graph."""
+    cuda = api()
+    mode = check(cuda.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        yield
+    finally:
+        check(cuda.cuThreadExchangeStreamCaptureMode(mode))

@@ -1,0 +1,211 @@
+"""From a call to a kernel: precompiled ones first (bundles, then the cache), else compiled.
+
+A call names what it needs (Wanted). Each kernel that could serve it differs from it only in its target and in what it
+can do beyond (writing lse). Results are memoised, so this runs once per kind of call, device and process.
+"""
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
+from flashgen.codegen.target import TARGETS
+from flashgen.errors import UnsupportedError
+from flashgen.runtime.bundle import Bundle
+from flashgen.runtime.driver import device_facts
+from flashgen.runtime.kernel import Kernel
+from flashgen.runtime.selector import Selector, selector
+
+MAX_HEAD_DIM = 256
+DEFAULT_SPEC = "fa2_fwd"  # what new variants (head dims that no spec ships) are named after
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a forward call asks of its kernel. `spec` is "" or a handle of `spec_handle`."""
+
+    dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    causal: bool
+    window: bool
+    kv_layout: str
+    lse: bool
+    spec: str = ""
+
+
+class Registry:
+    """Bundles, specs and loaded kernels of this process."""
+
+    def __init__(self) -> None:
+        self._bundles: list[Bundle] | None = None
+        self._specs: dict[str, tuple[Spec, ...]] = {}
+        self._kernels: dict[tuple[Wanted, int], Kernel] = {}
+        self._lock = threading.Lock()
+        self.generation = 0  # changes when what was memoised elsewhere may no longer be the first choice
+
+    def load_bundle(self, directory: str | Path) -> Bundle:
+        """Serve the kernels of a bundle from now on, before older bundles. BundleError if it is damaged."""
+        bundle = Bundle.load(directory)
+        with self._lock:
+            self._bundles = [bundle, *self._search_path()]
+            self._kernels.clear()
+            self.generation += 1
+        return bundle
+
+    def _search_path(self) -> list[Bundle]:
+        if self._bundles is None:
+            paths = os.environ.get("FLASHGEN_BUNDLE_PATH", "").split(os.pathsep)
+            self._bundles = [Bundle.load(path) for path in paths if path]
+        return self._bundles
+
+    def spec_handle(self, spec: str | Path | Spec | None) -> str:
+        """A string that names the variants `spec` allows: "" for any, a path, or a Spec's own name and contents."""
+        if spec is None:
+            return ""
+        if isinstance(spec, Spec):
+            handle = f"{spec.variant}.{spec.arch}#{hash(spec) & 0xffffffffffffffff:x}"
+            self._specs[handle] = (spec,)
+            return handle
+        return os.fspath(spec)
+
+    def _variants(self, handle: str) -> tuple[Spec, ...]:
+        if handle not in self._specs:
+            self._specs[handle] = load_specs(_spec_path(handle)).specs
+        return self._specs[handle]
+
+    def kernel(self, wanted: Wanted, device_index: int) -> Kernel:
+        """The kernel for a call on cuda:<device_index>, whose context is current.
+
+        Raises UnsupportedError where none can serve it (or none may be compiled), and what building it raises.
+        """
+        found = self._kernels.get((wanted, device_index))
+        if found is None:
+            with self._lock:
+                found = self._kernels.get((wanted, device_index))
+                if found is None:
+                    found = self._find(wanted, device_index)
+                    self._kernels[wanted, device_index] = found
+        return found
+
+    def _find(self, wanted: Wanted, device_index: int) -> Kernel:
+        archs = archs_for(device_facts(device_index).cc)
+        if wanted.spec:
+            return _compiled(_matching(self._variants(wanted.spec), wanted, archs), device_index)
+        for arch in archs:
+            for bundle in self._search_path():
+                for choice in _selectors(wanted, arch):
+                    stored = bundle.get(choice)
+                    if stored is not None:
+                        return Kernel(*stored, device_index)
+        return _compiled(shipped_variant(wanted, archs), device_index)
+
+
+registry = Registry()
+
+
+def archs_for(cc: int) -> list[str]:
+    """Targets whose cubins run on a device, the closest first; the plain one before its `a` twin, which fa2 needs not."""
+    fitting = [t for t in TARGETS.values() if t.runs_on(cc)]
+    if not fitting:
+        raise UnsupportedError(f"compute capability {cc / 10:.1f}",
+                               allowed=", ".join(sorted({f"{t.cc / 10:.1f}" for t in TARGETS.values()})),
+                               next="flashgen doctor")
+    return [t.name for t in sorted(fitting, key=lambda t: (-t.cc, t.name.endswith("a")))]
+
+
+def _selectors(wanted: Wanted, arch: str) -> list[Selector]:
+    """Selectors that serve `wanted`: lse kernels also serve calls without lse, batch-invariant ones any call."""
+    return [Selector(arch, "fwd", wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, wanted.causal, wanted.window,
+                     wanted.kv_layout, "none", lse, invariant)
+            for lse in ((True,) if wanted.lse else (True, False)) for invariant in (False, True)]
+
+
+def _serves(spec: Spec, wanted: Wanted, archs: list[str]) -> bool:
+    return any(selector(spec.fields(), spec.arch) in _selectors(wanted, arch) for arch in archs)
+
+
+def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> Spec:
+    """The variant of a named spec that serves the call, for the closest target."""
+    for arch in archs:
+        for spec in variants:
+            if _serves(spec, wanted, [arch]):
+                return spec
+    names = sorted({v.variant for v in variants if v.arch in archs})
+    raise UnsupportedError(
+        f"no variant of it serves {_asked(wanted)} on {archs[0]}", where=f"spec={wanted.spec!r}",
+        allowed=", ".join(names[:8]) + (" ..." if len(names) > 8 else "") if names
+        else f"its archs are {', '.join(sorted({v.arch for v in variants}))}",
+        next="add the missing values to the spec, or leave spec out")
+
+
+def shipped_variant(wanted: Wanted, archs: list[str]) -> Spec:
+    """The shipped variant that serves the call, or one made for head dims that no shipped spec lists."""
+    shipped = _shipped()
+    for arch in archs:
+        for choice in _selectors(wanted, arch):
+            if choice in shipped:
+                return shipped[choice]
+    dims = (wanted.head_dim_qk, wanted.head_dim_v)
+    if any(d % 8 or not 8 <= d <= MAX_HEAD_DIM for d in dims):
+        nearest = tuple(min(max(8, -(-d // 8) * 8), MAX_HEAD_DIM) for d in dims)
+        raise UnsupportedError(f"head dims (head_dim_qk, head_dim_v) = {dims}",
+                               allowed=f"multiples of 8 from 8 to {MAX_HEAD_DIM}",
+                               nearest=f"{nearest}: pad q, k and v with zero columns and give softmax_scale")
+    model = next((s for s in shipped.values() if s.arch in archs and s.name == DEFAULT_SPEC), None)
+    if model is None:
+        raise UnsupportedError(f"no shipped spec lists any of {', '.join(archs)}", next="flashgen list")
+    return model.with_(dtype=wanted.dtype, head_dim_qk=dims[0], head_dim_v=dims[1], causal=wanted.causal,
+                       window=wanted.window, kv_layout=wanted.kv_layout)
+
+
+@functools.cache
+def _shipped() -> dict[Selector, Spec]:
+    found: dict[Selector, Spec] = {}
+    for path in shipped_spec_paths():
+        for spec in load_specs(path).specs:
+            found.setdefault(selector(spec.fields(), spec.arch), spec)
+    return found
+
+
+def _spec_path(handle: str) -> Path:
+    """A path as given, or the name of a shipped spec (with or without .yaml)."""
+    path = Path(handle)
+    if not path.exists():
+        for shipped in shipped_spec_paths():
+            if handle in (shipped.name, shipped.stem):
+                return shipped
+    return path
+
+
+def _asked(wanted: Wanted) -> str:
+    mask = "window" if wanted.window else "causal" if wanted.causal else "full"
+    return (f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v}), {mask} mask, {wanted.kv_layout}"
+            + (", lse" if wanted.lse else ""))
+
+
+def _compiled(spec: Spec, device_index: int) -> Kernel:
+    from flashgen.codegen.lower import lower  # bundles serve without the generator
+    from flashgen.codegen.render import render
+
+    plan = lower(spec)
+    entry = default_cache().get_or_build(plan, render(plan))
+    return Kernel(entry.plan, entry.cubin.image, device_index)
+
+
+@functools.cache
+def default_cache():  # type: ignore[no-untyped-def]  # -> Cache, whose import opens NVRTC's bindings
+    from flashgen.runtime.cache import Cache
+
+    return Cache()
+
+
+def load_bundle(directory: str | Path) -> Bundle:
+    """Serve the precompiled kernels of `directory` (written by `flashgen bundle`) from now on, without a compiler.
+
+    Raises BundleError if its manifest is damaged or of an incompatible flashgen.
+    """
+    return registry.load_bundle(directory)

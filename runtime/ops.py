@@ -1,0 +1,301 @@
+"""flashgen.attention and the torch ops behind it.
+
+The ops are defined through torch.library.Library, whose dispatch costs a tenth of custom_op's. Each keeps one fixed
+signature (attention, attention_lse, attention_out, attention_out_lse), because optional outputs would need a fake
+implementation that depends on values. What a call needs beyond its pointers is worked out once per combination of
+shapes, strides and options, and memoised per thread.
+"""
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from flashgen.codegen.dtype import DTYPES
+from flashgen.errors import UnsupportedError
+from flashgen.runtime.kernel import Launcher, fa2_values
+from flashgen.runtime.lookup import Wanted, registry
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec import Spec
+
+ALIGNMENT_BYTES = 16       # one cp.async
+MAX_LENGTH = 2**30         # sums of two positions and a window stay within 32 bits
+MEMO_LIMIT = 4096          # varlen calls bring ever new totals
+CAUSAL_CODES = {False: 0, True: 1, "top_left": 2}
+DTYPE_NAMES = {getattr(torch, d.torch_name): d.name for d in DTYPES.values()}
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
+              window: tuple[int, int] = (-1, -1), softmax_scale: float | None = None, return_lse: bool = False,
+              cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
+              max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, out: torch.Tensor | None = None,
+              spec: str | Path | Spec | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention, forward: softmax(softmax_scale * q k^T + mask) v, without the score matrix in device memory.
+
+    Args:
+        q: [batch, seqlen_q, num_heads_q, head_dim_qk], or with cu_seqlens_* [total_q, num_heads_q, head_dim_qk];
+            bf16 or fp16, on a CUDA device. Head dims are multiples of 8 up to 256.
+        k: [batch, seqlen_kv, num_heads_kv, head_dim_qk] or [total_kv, ...]. num_heads_q is a multiple of num_heads_kv;
+            query head h reads kv head h // (num_heads_q // num_heads_kv).
+        v: as k with head_dim_v columns.
+        causal: True aligns the last query with the last key: query i sees keys j <= i + seqlen_kv - seqlen_q.
+            "top_left" aligns query 0 with key 0, as torch's is_causal.
+        window: keys (left, right) of the aligned diagonal, which itself always counts; -1 is unbounded.
+        softmax_scale: head_dim_qk ** -0.5 by default; finite and above 0.
+        return_lse: also return the natural log of the sum of exp(scores), fp32: [batch, num_heads_q, seqlen_q] or
+            [num_heads_q, total_q].
+        cu_seqlens_q, cu_seqlens_kv: [batch + 1] int32 prefix sums of the lengths, on the same device.
+        max_seqlen_q, max_seqlen_kv: accepted for callers that have them; the kernels need neither.
+        out: written in place and returned; rows and heads 16-byte aligned.
+        spec: a spec file, the name of a shipped one, or a Spec, to restrict the choice of kernel.
+
+    A row that sees no key gets out 0 and lse -inf; so do rows after the last sequence. q, k or v whose last dimension
+    is not contiguous or whose rows are not 16-byte aligned are copied first. Any stride is fine otherwise.
+
+    Raises UnsupportedError for what no kernel does, SpecError and PlanError for a spec that cannot be built,
+    CompileError and EnvironmentError_ where building or loading fails. There is no backward yet: with grad enabled and
+    an input that requires it, the call is refused.
+    """
+    if causal not in CAUSAL_CODES:
+        raise UnsupportedError(f"causal={causal!r}", where="causal", allowed='False, True or "top_left"')
+    if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
+        raise UnsupportedError("only one of cu_seqlens_q and cu_seqlens_kv is given", where="cu_seqlens",
+                               allowed="both (varlen) or neither (dense)")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise UnsupportedError("a gradient is asked for, and flashgen has no backward kernel yet", where="q, k, v",
+                               allowed="inputs without requires_grad", next="call it under torch.no_grad()")
+    if not q.is_cuda:
+        raise UnsupportedError(f"q is on {q.device}", where="q", allowed="tensors on a CUDA device",
+                               next="q.cuda(); flashgen.explain describes the kernel without a GPU")
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    options = (cu_seqlens_q, cu_seqlens_kv, CAUSAL_CODES[causal], window[0], window[1], scale,
+               "" if spec is None else registry.spec_handle(spec))
+    ops = torch.ops.flashgen
+    if out is None:
+        return ops.attention_lse(q, k, v, *options) if return_lse else ops.attention(q, k, v, *options)
+    if return_lse:
+        return out, ops.attention_out_lse(q, k, v, *options, out=out)
+    ops.attention_out(q, k, v, *options, out=out)
+    return out
+
+
+class _Call:
+    """All that one combination of shapes, strides and options fixes: copies to make, what to allocate, the launch."""
+
+    __slots__ = ("copies", "device_index", "generation", "launcher", "lse_shape", "out_shape")
+
+    def __init__(self, copies: tuple[bool, bool, bool], out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
+                 launcher: Launcher | None, device_index: int) -> None:
+        self.copies, self.out_shape, self.lse_shape, self.launcher = copies, out_shape, lse_shape, launcher
+        self.generation, self.device_index = registry.generation, device_index
+
+
+class _Memo(threading.local):
+    def __init__(self) -> None:
+        self.calls: dict[tuple, _Call] = {}
+
+
+_memo = _Memo()
+_current_stream = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else (
+    lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+
+def _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse):  # type: ignore[no-untyped-def]
+    """(out, lse or None). `out` None: allocated here."""
+    misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT_BYTES
+    varlen = cu_q is not None
+    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
+           v.device, causal, left, right, scale, spec, want_lse, misaligned,
+           out is not None and (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % ALIGNMENT_BYTES),
+           varlen and (cu_q.shape, cu_kv.shape, cu_q.stride(), cu_kv.stride(), cu_q.dtype, cu_kv.dtype, cu_q.device,
+                       cu_kv.device))
+    call = _memo.calls.get(key)
+    if call is None or call.generation != registry.generation:
+        call = _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse)
+        if len(_memo.calls) >= MEMO_LIMIT:
+            _memo.calls.clear()
+        _memo.calls[key] = call
+    if any(call.copies):
+        q, k, v = (t.clone(memory_format=torch.contiguous_format) if copy else t
+                   for t, copy in zip((q, k, v), call.copies, strict=True))
+        return _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse)
+    if out is None:
+        out = torch.empty(call.out_shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(call.lse_shape, dtype=torch.float32, device=q.device) if want_lse else None
+    if call.launcher is not None:
+        if torch._C._cuda_getDevice() == call.device_index:
+            _launch(call, q, k, v, out, lse, cu_q, cu_kv)
+        else:
+            with torch.cuda.device(call.device_index):
+                _launch(call, q, k, v, out, lse, cu_q, cu_kv)
+    return out, lse
+
+
+def _launch(call, q, k, v, out, lse, cu_q, cu_kv):  # type: ignore[no-untyped-def]
+    pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr()]
+    if cu_q is not None:
+        pointers += (cu_q.data_ptr(), cu_kv.data_ptr())
+    call.launcher(_current_stream(call.device_index), *pointers)
+
+
+def _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse) -> _Call:  # type: ignore[no-untyped-def]
+    """Checks everything about a call that its shapes, strides and options decide, and finds its kernel."""
+    varlen = cu_q is not None
+    _check_tensors(q, k, v, cu_q, cu_kv)
+    _check_options(left, right, scale)
+    batch, seqlen_q = (cu_q.shape[0] - 1, q.shape[0]) if varlen else (q.shape[0], q.shape[1])
+    seqlen_kv = k.shape[-3]
+    num_heads_q, num_heads_kv, head_dim_qk, head_dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    out_shape = (*q.shape[:-1], head_dim_v)
+    lse_shape = (num_heads_q, seqlen_q) if varlen else (batch, num_heads_q, seqlen_q)
+    if out is not None:
+        _check_out(out, out_shape, q)
+    copies = tuple(not _is_aligned(t) for t in (q, k, v))
+    if any(copies):
+        return _Call(copies, out_shape, lse_shape, None, q.device.index)
+    reach = max(seqlen_q, seqlen_kv)
+    left, right = (-1 if side >= reach else side for side in (left, right))
+    if causal and left < 0:
+        right = -1  # the causal kernel bounds the right side itself
+    elif causal:
+        right = 0
+    windowed = left >= 0 or right >= 0
+    wanted = Wanted(DTYPE_NAMES[q.dtype], head_dim_qk, head_dim_v, bool(causal) and not windowed, windowed,
+                    "varlen" if varlen else "dense", want_lse, spec)
+    if 0 in out_shape:
+        return _Call(copies, out_shape, lse_shape, None, q.device.index)
+    with torch.cuda.device(q.device):
+        torch.cuda.current_stream()  # makes this thread's context torch's
+        kernel = registry.kernel(wanted, q.device.index)
+    axes = ("row", "head") if varlen else ("batch", "row", "head")
+    row_layout = out if out is not None else _Contiguous(out_shape)
+    strides = {f"{name}_{axis}_stride": stride for name, t in (("q", q), ("k", k), ("v", v), ("out", row_layout))
+               for axis, stride in zip(axes, _strides(t), strict=True)}
+    values = fa2_values(kernel.plan, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
+                        num_heads_kv=num_heads_kv, softmax_scale=scale, top_left=causal == 2, window=(left, right),
+                        strides=strides)
+    return _Call(copies, out_shape, lse_shape, kernel.launcher(values), q.device.index)
+
+
+class _Contiguous:
+    """Shape and strides of a tensor that is yet to be allocated."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def stride(self) -> tuple[int, ...]:
+        strides = [1]
+        for size in reversed(self.shape[1:]):
+            strides.insert(0, strides[0] * size)
+        return tuple(strides)
+
+
+def _strides(t) -> list[int]:  # type: ignore[no-untyped-def]
+    """Element strides of all but the last dimension; a dimension of size 1 has none that means anything."""
+    return [stride if size != 1 else 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+
+
+def _is_aligned(t: torch.Tensor) -> bool:
+    """Whether 16-byte copies can read every row of it."""
+    if t.shape[-1] != 1 and t.stride(-1) != 1:
+        return False
+    step = ALIGNMENT_BYTES // t.element_size()
+    return t.numel() == 0 or (t.data_ptr() % ALIGNMENT_BYTES == 0 and all(s % step == 0 for s in _strides(t)))
+
+
+def _check_tensors(q, k, v, cu_q, cu_kv):  # type: ignore[no-untyped-def]
+    varlen = cu_q is not None
+    rank, shape = (3, "[total, num_heads, head_dim]") if varlen else (4, "[batch, seqlen, num_heads, head_dim]")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != rank:
+            raise UnsupportedError(f"{name} has shape {tuple(t.shape)}", where=name, allowed=shape,
+                                   next="" if varlen else "packed sequences need cu_seqlens_q and cu_seqlens_kv")
+        if t.dtype not in DTYPE_NAMES or t.dtype != q.dtype:
+            raise UnsupportedError(f"{name} has dtype {t.dtype}, q has {q.dtype}", where=name,
+                                   allowed="one dtype for all: " + ", ".join(map(str, DTYPE_NAMES)))
+        if t.device != q.device:
+            raise UnsupportedError(f"{name} is on {t.device}, q on {q.device}", where=name, allowed="one device")
+        if t.shape[-3] >= MAX_LENGTH:
+            raise UnsupportedError(f"{name} has {t.shape[-3]} rows", where=name, allowed=f"fewer than {MAX_LENGTH}")
+    if k.shape[:-1] != v.shape[:-1] or (not varlen and k.shape[0] != q.shape[0]) or k.shape[-1] != q.shape[-1]:
+        raise UnsupportedError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together",
+                               where="q, k, v", allowed="one batch; k and v equal but for the last dimension; q and k "
+                               "of one head_dim_qk")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise UnsupportedError(f"{q.shape[-2]} query heads over {k.shape[-2]} kv heads", where="q, k",
+                               allowed="num_heads_q a multiple of num_heads_kv")
+    if varlen:
+        for name, t in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv)):
+            if (t.dtype != torch.int32 or t.dim() != 1 or t.shape != cu_q.shape or t.shape[0] < 1
+                    or t.device != q.device or not t.is_contiguous()):
+                raise UnsupportedError(f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}", where=name,
+                                       allowed=f"contiguous int32 [batch + 1] on {q.device}, both of one length")
+
+
+def _check_options(left: int, right: int, scale: float) -> None:
+    if left < -1 or right < -1:
+        raise UnsupportedError(f"window=({left}, {right})", where="window",
+                               allowed="counts of keys from 0, or -1 for an unbounded side")
+    if not (math.isfinite(scale) and scale > 0):
+        raise UnsupportedError(f"softmax_scale={scale}", where="softmax_scale", allowed="finite, above 0",
+                               nearest="negate q for a negative scale")
+
+
+def _check_out(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
+    if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
+        raise UnsupportedError(f"out is {out.dtype} {tuple(out.shape)} on {out.device}", where="out",
+                               allowed=f"{q.dtype} {shape} on {q.device}")
+    if not _is_aligned(out):
+        raise UnsupportedError(f"out has strides {out.stride()} and starts at byte {out.data_ptr() % ALIGNMENT_BYTES} "
+                               f"of 16", where="out", allowed="contiguous last dimension, rows 16-byte aligned",
+                               next="leave out=None and copy the result")
+
+
+# ---- the ops
+
+_ARGUMENTS = ("Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, int causal, int window_left, "
+              "int window_right, float softmax_scale, str spec")
+_library = torch.library.Library("flashgen", "DEF")  # kept alive: its ops go with it
+_library.define(f"attention({_ARGUMENTS}) -> Tensor")
+_library.define(f"attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
+_library.define(f"attention_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()")
+_library.define(f"attention_out_lse({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor")
+
+
+def _attention(*arguments):  # type: ignore[no-untyped-def]
+    return _run(*arguments, None, False)[0]
+
+
+def _attention_lse(*arguments):  # type: ignore[no-untyped-def]
+    return _run(*arguments, None, True)
+
+
+def _attention_out(*arguments, out):  # type: ignore[no-untyped-def]
+    _run(*arguments, out, False)
+
+
+def _attention_out_lse(*arguments, out):  # type: ignore[no-untyped-def]
+    return _run(*arguments, out, True)[1]
+
+
+def _fake_out(q, v):  # type: ignore[no-untyped-def]
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _fake_lse(q, cu_q):  # type: ignore[no-untyped-def]
+    shape = (q.shape[-2], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1])
+    return q.new_empty(shape, dtype=torch.float32)
+
+
+for _name, _function, _fake in (
+    ("attention", _attention, lambda q, k, v, *_: _fake_out(q, v)),
+    ("attention_lse", _attention_lse, lambda q, k, v, cu_q, *_: (_fake_out(q, v), _fake_lse(q, cu_q))),
+    ("attention_out", _attention_out, lambda *_, out: None),
+    ("attention_out_lse", _attention_out_lse, lambda q, k, v, cu_q, *_, out: _fake_lse(q, cu_q)),
+):
+    _library.impl(_name, _function, "CUDA")
+    torch.library.register_fake(f"flashgen::{_name}", _fake, lib=_library)

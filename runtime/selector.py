@@ -1,0 +1,34 @@
+"""What a lookup asks of a kernel: the spec fields that decide whether it can serve a call, and its arch.
+
+Tile, stages and the like are absent: two kernels that differ only there serve the same calls.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from flashgen.codegen.plan import Plan
+
+
+class Selector(NamedTuple):
+    arch: str
+    pass_: str
+    dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    causal: bool
+    window: bool
+    kv_layout: str
+    score: str
+    lse: bool
+    batch_invariant: bool
+
+
+def selector(fields: Iterable[tuple[str, object]], arch: str) -> Selector:
+    """The selector of a variant from its spec fields, (YAML name, value) as in `Plan.spec`. KeyError if one lacks."""
+    values = dict(fields)
+    return Selector(arch, *(values[name.rstrip("_")] for name in Selector._fields[1:]))  # type: ignore[arg-type]
+
+
+def selector_of(plan: Plan) -> Selector:
+    return selector(plan.spec, plan.target)

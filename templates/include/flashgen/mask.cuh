@@ -1,0 +1,47 @@
+// Masks whose visible keys are, for every query row, one interval that moves right with the row (a mask slot's
+// `visible_keys`). Tile ranges and the predicate both come from that one function, so they cannot disagree.
+#pragma once
+#include "flashgen/ptx/warp.cuh"
+
+struct KeyRange {
+  int first, last;  // positions, inclusive; empty when last < first
+};
+
+// KV tiles of one query tile, visited from `end - 1` down to `begin`; those in [full_begin, full_end) are seen whole
+// by every row and need no mask.
+struct KvTiles {
+  int begin, full_begin, full_end, end;
+};
+
+// `top` and `bottom` are the visible keys of the tile's first and last existing row.
+template <int BLOCK_N>
+FG_DEVICE KvTiles kv_tiles(KeyRange top, KeyRange bottom) {
+  KvTiles tiles;
+  tiles.begin = top.first / BLOCK_N;
+  tiles.end = max_int(bottom.last / BLOCK_N + 1, tiles.begin);
+  if (bottom.last < 0) tiles.end = tiles.begin;  // -1 / BLOCK_N rounds to zero
+  tiles.full_end = clamp_int((top.last + 1) / BLOCK_N, tiles.begin, tiles.end);
+  tiles.full_begin = clamp_int((bottom.first + BLOCK_N - 1) / BLOCK_N, tiles.begin, tiles.full_end);
+  return tiles;
+}
+
+// Sets the scores of hidden keys to -inf. `q_pos` and `kv_pos` are those of this lane's element s[0][0][0];
+// `visible(q_pos)` is the slot's function.
+template <int M, int N, class Visible>
+FG_DEVICE void mask_scores(float (&s)[M][N][4], int q_pos, int kv_pos, Visible visible) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyRange keys = visible(q_pos + 16 * m + 8 * h);
+      const int first = keys.first - kv_pos;
+      const uint32_t count = max_int(keys.last - keys.first + 1, 0);
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t distance = 8 * n + i - first;  // wraps above count when the key lies before the interval
+          if (distance >= count) s[m][n][2 * h + i] = -INFINITY;
+        }
+    }
+}

@@ -1,0 +1,88 @@
+"""Marker `gpu`, its time limit, and `--on-cpu`: the GPU tests with the reference in place of the kernels.
+
+`--on-cpu` tests the tests: inputs, masks, slices and expectations must agree with the fp64 reference itself. Tests
+that take the fixture `cuda` need a real device and are skipped there.
+"""
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import FrameType
+from typing import TextIO
+
+import pytest
+import torch
+
+import flashgen
+from kit import attention_by_reference
+
+TIME_LIMIT_S = 120        # of a GPU test: a kernel that hangs must not hold the run
+HANG_GRACE_S = 30         # a wait inside the driver hears no signal; after this the process ends
+_on_cpu, _stderr = pytest.StashKey[bool](), pytest.StashKey[TextIO]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on-cpu", action="store_true", help="run the GPU tests on the CPU, against the reference itself")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "time_limit(seconds): of a GPU test, in place of the default")
+    config.stash[_on_cpu] = config.getoption("--on-cpu")
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture else nullcontext():  # a hang's traceback must be seen
+        config.stash[_stderr] = os.fdopen(os.dup(2), "w")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            continue
+        if "cuda" in getattr(item, "fixturenames", ()) or not config.stash[_on_cpu]:
+            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """TimeoutError in a GPU test past its limit; the end of the process where the wait cannot be interrupted."""
+    if request.node.get_closest_marker("gpu") is None or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    marker = request.node.get_closest_marker("time_limit")
+    limit = int(marker.args[0]) if marker else TIME_LIMIT_S
+
+    def expired(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"{request.node.nodeid} ran past {limit} s")
+
+    previous = signal.signal(signal.SIGALRM, expired)
+    signal.alarm(limit)
+    faulthandler.dump_traceback_later(limit + HANG_GRACE_S, exit=True, file=request.config.stash[_stderr])
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where GPU tests put their tensors: the CUDA device, or the CPU under --on-cpu."""
+    if not request.config.stash[_on_cpu]:
+        return "cuda"
+    from flashgen.runtime import verify  # here, so that tests of the build side run without it
+
+    monkeypatch.setattr(flashgen, "attention", attention_by_reference, raising=False)
+    monkeypatch.setattr(verify, "current_device", lambda: ("cpu", 90))
+    return "cpu"
+
+
+@pytest.fixture
+def cuda(device: str) -> str:
+    """For what the reference cannot play: streams, graphs, refusals, torch.compile."""
+    return device

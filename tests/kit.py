@@ -1,0 +1,44 @@
+"""What several test modules share: the reference as a stand-in kernel, and one judged call."""
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from flashgen.codegen.spec import Spec
+from flashgen.codegen.target import TARGETS
+from flashgen.runtime.compare import check
+from flashgen.runtime.problem import Inputs, Problem
+from flashgen.runtime.reference import reference
+
+
+def attention_by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False,
+                           max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None,
+                           out: torch.Tensor | None = None, spec: object = None,
+                           **keywords: Any) -> Any:
+    """flashgen.attention's signature over the fp64 reference."""
+    exact, lse = reference(q, k, v, **keywords)
+    result = exact.to(q.dtype) if out is None else out.copy_(exact)
+    return (result, lse.float()) if return_lse else result
+
+
+def verified(inputs: Inputs, problem: Problem | str = "", *, spec: Spec | None = None,
+             lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of flashgen.attention from poisoned memory, judged against fp64; lse is empty if not wanted."""
+    from flashgen.runtime.verify import run_poisoned
+
+    out, found = run_poisoned(inputs, spec=spec, lse=lse)
+    check(out, found, inputs, label=f"{spec.variant if spec else 'attention'}, {problem}",
+          rerun=f"pytest '{os.environ.get('PYTEST_CURRENT_TEST', '').partition(' ')[0]}'")
+    return out, torch.empty(0) if found is None else found
+
+
+def solved(problem: Problem, device: str, *, spec: Spec | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return verified(problem.make_inputs(device), problem, spec=spec)
+
+
+def runs_here(spec: Spec) -> bool:
+    """Whether a variant is for the current device; for cc 9.0 where there is none, so that tests collect anywhere."""
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    return TARGETS[spec.arch].runs_on(10 * major + minor)

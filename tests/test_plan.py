@@ -1,0 +1,137 @@
+"""Plans: they fit their target or are refused, survive JSON, agree with the CUDA struct, and decide the cache key."""
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashgen.codegen import plan as plans
+from flashgen.codegen.lower import lower
+from flashgen.codegen.plan import Plan, params_layout
+from flashgen.codegen.render import render
+from flashgen.codegen.smem import layout_regions
+from flashgen.codegen.spec import Roles, Spec, Tile
+from flashgen.codegen.target import FEATURES, TARGETS
+from flashgen.codegen.tiles import TILES
+from flashgen.errors import PlanError, SpecError
+
+BASE = Spec(name="t", family="fa2", pass_="fwd", arch="sm_90", dtype="bf16", head_dim_qk=128)
+
+FIELDS = {
+    "name": st.just("t"), "family": st.just("fa2"), "pass_": st.just("fwd"), "arch": st.sampled_from(list(TARGETS)),
+    "dtype": st.sampled_from(["bf16", "fp16"]), "head_dim_qk": st.integers(1, 32).map(lambda x: 8 * x),
+    "head_dim_v": st.none() | st.integers(1, 32).map(lambda x: 8 * x), "causal": st.booleans(), "window": st.booleans(),
+    "kv_layout": st.sampled_from(["dense", "varlen"]), "lse": st.booleans(), "batch_invariant": st.booleans(),
+    "tile": st.none() | st.builds(Tile, m=st.integers(1, 16).map(lambda x: 16 * x), n=st.integers(1, 16).map(lambda x: 16 * x)),
+    "stages": st.none() | st.integers(2, 5), "roles": st.none() | st.builds(Roles, mma=st.integers(1, 16)),
+    "blocks_per_sm": st.none() | st.integers(1, 8), "q_operand": st.sampled_from([None, "shared", "registers"]),
+}
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.fixed_dictionaries(FIELDS))
+def test_any_valid_spec_gives_a_fitting_plan_or_a_refusal(fields):
+    try:
+        spec = Spec(**fields)
+    except SpecError:
+        return
+    target = TARGETS[spec.arch]
+    try:
+        plan = lower(spec)
+    except PlanError as error:
+        assert error.where and error.allowed, "a refusal says where and what is allowed"
+        return
+    assert plan.launch.smem_bytes <= target.smem_per_block_bytes
+    assert plan.launch.threads * plan.launch.min_blocks_per_sm <= target.max_threads_per_sm
+    assert Plan.from_json(plan.to_json()) == plan
+    assert render(plan).text == render(Plan.from_json(plan.to_json())).text
+
+
+def test_every_tile_row_is_used_and_fits():
+    seen = set()
+    for target in TARGETS.values():
+        for qk, v in {(row.head_dim_qk, row.head_dim_v) for row in TILES}:
+            for change in ({}, {"causal": True}, {"window": True}):
+                plan = lower(BASE.with_(arch=target.name, head_dim_qk=qk, head_dim_v=v, **change))
+                seen.add((target.name, plan.notes))
+    assert {name for name, _ in seen} == set(TARGETS)
+
+
+def test_targets_check_themselves():
+    for target in TARGETS.values():
+        with pytest.raises(AssertionError):
+            dataclasses.replace(target, smem_per_block_bytes=target.smem_per_sm_bytes)
+        with pytest.raises(AssertionError):
+            dataclasses.replace(target, cc=target.cc + 1)
+    assert TARGETS["sm_80"].runs_on(86) and not TARGETS["sm_86"].runs_on(80) and not TARGETS["sm_80"].runs_on(90)
+    assert TARGETS["sm_90a"].runs_on(90) and not TARGETS["sm_100a"].runs_on(103)
+    assert set(FEATURES) == set().union(*(t.features for t in TARGETS.values()))
+
+
+PLAN_FAULTS = {
+    "threads": (lambda p: dataclasses.replace(p, launch=dataclasses.replace(p.launch, threads=96)), "warps"),
+    "too much shared memory": (lambda p: dataclasses.replace(
+        p, smem=layout_regions((("Q", 300000, ""),)), launch=dataclasses.replace(p.launch, smem_bytes=300000)), "Q 300000"),
+    "overlapping regions": (lambda p: dataclasses.replace(
+        p, smem=(p.smem[0], dataclasses.replace(p.smem[1], offset_bytes=16), *p.smem[2:])), "overlaps"),
+    "map and launch differ": (lambda p: dataclasses.replace(
+        p, launch=dataclasses.replace(p.launch, smem_bytes=p.launch.smem_bytes + 16)), "map ends"),
+    "blocks do not fit an SM": (lambda p: dataclasses.replace(
+        p, launch=dataclasses.replace(p.launch, min_blocks_per_sm=8)), "8 blocks per SM"),
+    "another target": (lambda p: dataclasses.replace(p, target="sm_80"), "is for sm_80"),
+}
+
+
+@pytest.mark.parametrize("name", PLAN_FAULTS)
+def test_verify_refuses(name):
+    fault, expected = PLAN_FAULTS[name]
+    plans.verify(lower(BASE), TARGETS["sm_90"])
+    with pytest.raises(PlanError, match=expected):
+        plans.verify(fault(lower(BASE)), TARGETS["sm_90"])
+
+
+def test_refusals_show_the_arithmetic():
+    with pytest.raises(PlanError, match=r"registers per thread"):
+        lower(BASE.with_(tile=Tile(m=256, n=128), roles=Roles(mma=4)))
+    with pytest.raises(PlanError, match=r"Q \d+ \+ K \d+ \+ V \d+"):
+        lower(BASE.with_(head_dim_qk=256, stages=5))
+    with pytest.raises(PlanError, match="multiples of 64"):
+        lower(BASE.with_(tile=Tile(m=80, n=32)))
+
+
+def test_params_layout_is_the_c_layout():
+    """Against ctypes, which lays structures out as the compiler does; the kernel asserts the size too."""
+    import ctypes
+
+    kinds = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+    for change in ({}, {"window": True, "kv_layout": "varlen"}, {"lse": False}):
+        plan = lower(BASE.with_(**change))
+        members = [(p.name, kinds[plans.CTYPES[p.ctype].code]) for p in plan.params]
+        struct_type = type("Params", (ctypes.Structure,), {"_fields_": members})
+        assert ctypes.sizeof(struct_type) == plan.params_bytes()
+        assert params_layout(plan.params)[1] == {name: getattr(struct_type, name).offset for name, _ in members}
+
+
+CHANGES = {
+    "name": "other", "arch": "sm_80", "dtype": "fp16", "head_dim_qk": 96, "head_dim_v": 32, "causal": True, "window": True,
+    "kv_layout": "varlen", "lse": False, "batch_invariant": True, "tile": Tile(m=64, n=32), "stages": 3,
+    "roles": Roles(mma=8), "blocks_per_sm": 1, "q_operand": "shared",
+}
+ONE_VALUE = {"family", "pass", "score"}  # a second value must join CHANGES
+
+
+def test_every_spec_field_changes_the_cache_key():
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from flashgen.runtime.cache import cache_key
+
+    def key(spec):
+        plan = lower(spec)
+        return cache_key(render(plan), plan)
+
+    base = BASE.with_(head_dim_qk=64, head_dim_v=64)
+    names = {name for name, _ in base.fields()} | {"arch"}
+    assert names == CHANGES.keys() | ONE_VALUE
+    keys = {"base": key(base)} | {name: key(base.with_(**{name: value})) for name, value in CHANGES.items()}
+    assert len(set(keys.values())) == len(keys)

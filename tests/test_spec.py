@@ -1,0 +1,245 @@
+"""Specs: the shipped files, expansion, and the table of fields behind checks, names and documentation."""
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashgen.codegen import spec_fields
+from flashgen.codegen.plan import _freeze
+from flashgen.codegen.spec import (
+    Spec,
+    Tile,
+    fields_markdown,
+    json_schema,
+    load_specs,
+    shipped_spec_paths,
+    specs_from_mapping,
+)
+from flashgen.errors import SpecError
+
+BASE: dict[str, Any] = {
+    "name": "k", "family": "fa2", "pass": "fwd", "arch": "sm_80", "dtype": "bf16", "head_dim_qk": 64}
+HEAD = "name: k\nfamily: fa2\npass: fwd\narch: sm_80\ndtype: bf16\n"  # lines 1 to 5
+FULL = HEAD + "head_dim_qk: 64\n"                                       # the next line is 7
+ROWS = spec_fields.rows_by_name()
+quick = settings(deadline=None, derandomize=True, max_examples=200)
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def load(text: str | bytes) -> tuple[Spec, ...]:
+        Path("s.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
+        return load_specs("s.yaml").specs
+    return load
+
+
+def refused(call, *args: object) -> SpecError:
+    with pytest.raises(SpecError) as caught:
+        call(*args)
+    return caught.value
+
+
+# ---- shipped files
+
+def test_shipped_specs_hold_what_they_promise():
+    files = {path.name: load_specs(path) for path in shipped_spec_paths()}
+    main, mla = files["fa2_fwd.yaml"], files["fa2_fwd_d192_v128.yaml"]
+    archs = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100a", "sm_120"}
+    masks = {(False, False), (True, False), (False, True)}
+    assert {(s.arch, s.dtype, s.head_dim_qk, s.head_dim_v, (s.causal, s.window), s.kv_layout) for s in main.specs} == {
+        (arch, dtype, d, d, mask, layout) for arch, dtype, d, mask, layout in
+        product(archs, ("bf16", "fp16"), (32, 64, 96, 128, 192, 256), masks, ("dense", "varlen"))}
+    assert len(main.specs) == 432 and len(mla.specs) == 72
+    assert {(s.head_dim_qk, s.head_dim_v) for s in mla.specs} == {(192, 128)}
+    names = [f"{s.variant}.{s.arch}" for file in files.values() for s in file.specs]
+    assert len(set(names)) == len(names)
+    assert "fa2_fwd_bf16_d128_causal_varlen.sm_80" in names and "fa2_fwd_fp16_d192v128_window.sm_120" in names
+
+
+def test_readme_is_generated():
+    assert (shipped_spec_paths()[0].parent / "README.md").read_text() == fields_markdown(), \
+        "run: python -m flashgen.codegen.spec_docs > specs/README.md"
+
+
+def test_loading_is_fast():
+    def seconds() -> float:
+        start = time.perf_counter()
+        assert sum(len(load_specs(path).specs) for path in shipped_spec_paths()) >= 504
+        return time.perf_counter() - start
+    assert min(seconds() for _ in range(5)) < 0.06
+
+
+def test_import_pulls_in_only_pydantic_and_yaml():
+    code = ("import sys, flashgen.codegen.spec\n"
+            "print(*{m.split('.')[0] for m, o in sys.modules.items() if 'site-packages' in (getattr(o, '__file__', '') "
+            "or '')})")
+    found = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    pydantic_needs = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}
+    editable_hooks = {name for name in found if name.startswith(("__editable__", "_virtualenv", "distutils_hack"))}
+    assert found - pydantic_needs - editable_hooks - {"flashgen", "_distutils_hack"} == {"yaml", "_yaml"} & found
+
+
+# ---- expansion
+
+def test_product_is_in_table_order_and_deterministic(load):
+    text = "dtype: [fp16, bf16]\nhead_dim_qk: [128, 64]\nname: k\nfamily: fa2\npass: fwd\narch: [sm_90, sm_80]\n"
+    specs = load(text)
+    assert [(s.arch, s.dtype, s.head_dim_qk) for s in specs] == list(
+        product(("sm_90", "sm_80"), ("fp16", "bf16"), (128, 64)))
+    assert specs == load(text)
+    reordered = specs_from_mapping(dict(reversed(list(yaml.safe_load(text).items()))))
+    assert reordered == specs
+
+
+def test_head_dim_v_follows_before_excludes_are_matched():
+    specs = specs_from_mapping(BASE | {"head_dim_qk": [64, 128], "exclude": [{"head_dim_v": 64}]})
+    assert [(s.head_dim_qk, s.head_dim_v) for s in specs] == [(128, 128)]
+    assert specs_from_mapping(BASE | {"head_dim_v": None}) == specs_from_mapping(BASE | {"head_dim_v": 64})
+
+
+def test_exclude_takes_lists_and_defaults():
+    specs = specs_from_mapping(BASE | {
+        "arch": ["sm_80", "sm_86", "sm_90"], "dtype": ["bf16", "fp16"],
+        "exclude": [{"arch": ["sm_80", "sm_86"], "dtype": "bf16"},
+                    {"arch": "sm_90", "causal": False, "dtype": "fp16"}]})
+    assert [(s.arch, s.dtype) for s in specs] == [("sm_80", "fp16"), ("sm_86", "fp16"), ("sm_90", "bf16")]
+
+
+def test_overrides_apply_in_order_and_the_last_wins():
+    specs = specs_from_mapping(BASE | {
+        "head_dim_qk": [64, 128, 256], "stages": 4,
+        "overrides": [{"when": {"head_dim_qk": [128, 256]}, "set": {"stages": 2, "tile": {"m": 128, "n": 64}}},
+                      {"when": {"head_dim_qk": 256}, "set": {"stages": None}}]})
+    assert [(s.stages, s.tile) for s in specs] == [(4, None), (2, Tile(m=128, n=64)), (None, Tile(m=128, n=64))]
+
+
+def test_mapping_fields_may_be_lists():
+    specs = specs_from_mapping(BASE | {"tile": [{"m": 64, "n": 64}, {"m": 128, "n": 32}],
+                                       "exclude": [{"tile": {"m": 64, "n": 64}}]})
+    assert [s.variant for s in specs] == ["k_bf16_d64_m128n32"]
+
+
+def test_anchors_and_merge_keys(load):
+    specs = load(FULL + "tile: &t {m: 64, n: 32}\noverrides:\n"
+                 "- when: &w {dtype: bf16}\n  set: {tile: {<<: *t, n: 64}}\n"
+                 "- when: {<<: [*w, {arch: sm_80}]}\n  set: {stages: 3}\n")
+    assert [s.variant for s in specs] == ["k_bf16_d64_m64n64_s3"]
+    first_wins = load(FULL + "overrides:\n- when: &a {causal: false}\n  set: &s {stages: 2}\n"
+                      "- when: *a\n  set: {<<: [{stages: 5}, *s]}\n")
+    assert [s.stages for s in first_wins] == [5]
+
+
+# ---- the Spec itself and its table
+
+def values_of(row: spec_fields.Row) -> st.SearchStrategy[Any]:
+    if row.parts:
+        value = st.fixed_dictionaries({p.name.rpartition(".")[2]: values_of(p) for p in row.parts})
+    elif row.name == "name":
+        value = st.sampled_from(["k", "fa2_fwd", "fa2_bf16_d64", "k_bf16_d64_causal"])
+    else:
+        value = st.sampled_from(spec_fields.choices(row) or [])
+    return st.none() | value if row.nullable else value
+
+
+VALUES = st.fixed_dictionaries({row.name: values_of(row) for row in spec_fields.rows()}).filter(
+    lambda values: not (values["causal"] and values["window"]))
+
+
+CONSTANT = ("arch", "family", "pass", "score")  # arch is no part of the variant, the others have one value so far
+
+
+def spec(values: dict[str, Any]) -> Spec:
+    (only,) = specs_from_mapping(values)
+    return only
+
+
+@quick
+@given(VALUES, VALUES, st.sets(st.sampled_from([row.name for row in spec_fields.rows()])))
+def test_variants_are_c_identifiers_and_tell_all_but_arch_apart(values, others, taken):
+    one, other = spec(values), spec(values | {name: others[name] for name in others if name not in taken}
+                                    | {"causal": values["causal"], "window": values["window"]})
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", one.variant) and "__" not in one.variant
+    assert (one.variant == other.variant) == (one.fields() == other.fields())
+
+
+@quick
+@given(VALUES, st.sampled_from([row for row in spec_fields.rows() if row.name not in CONSTANT]), st.data())
+def test_each_field_changes_the_variant_name(values, row, data):
+    one = spec(values)
+    if row.name in ("causal", "window"):
+        values, changed = values | {"causal": False, "window": False}, True
+        one = spec(values)
+    elif row.name == "head_dim_v":
+        changed = data.draw(st.sampled_from([d for d in spec_fields.choices(row) or [] if d != one.head_dim_v]))
+    else:
+        changed = data.draw(values_of(row).filter(lambda value: value != values[row.name]))
+    other = one.with_(**{row.attribute: getattr(spec(values | {row.name: changed}), row.attribute)})
+    assert other.variant != one.variant
+
+
+@quick
+@given(VALUES)
+def test_specs_hash_pickle_and_survive_json(values):
+    one = spec(values)
+    assert pickle.loads(pickle.dumps(one)) == one == spec(values) and hash(one) == hash(spec(values))
+    assert _freeze(json.loads(json.dumps(one.fields()))) == one.fields()
+    assert [name for name, _ in one.fields()] == [row.name for row in spec_fields.rows() if row.name != "arch"]
+    assert Spec.model_validate_json(one.model_dump_json(by_alias=True)) == one
+
+
+def test_with_checks_and_head_dim_v_follows_only_an_equal_one():
+    one = Spec(**BASE)
+    assert one.head_dim_v == 64 and one.with_() == one
+    assert (one.with_(head_dim_qk=80).head_dim_qk, one.with_(head_dim_qk=80).head_dim_v) == (80, 80)
+    assert one.with_(head_dim_qk=192, head_dim_v=128).with_(head_dim_qk=80).variant == "k_bf16_d80v128"
+    assert one.with_(head_dim_v=32).head_dim_qk == 64
+    assert one.with_(pass_="fwd", tile={"m": 64, "n": 16}).tile == Tile(m=64, n=16)
+    assert refused(lambda: one.with_(head_dim_qk=81)).nearest == "80"
+    assert refused(lambda: one.with_(head_dim=80)).nearest.startswith("head_dim")
+    assert refused(lambda: one.with_(causal=True, window=True)).where == "Spec.window"
+    for loose in ({"causal": 1}, {"head_dim_qk": "64"}, {"head_dim_qk": 64.0}, {"tile": {"m": True, "n": 16}}):
+        assert refused(lambda loose=loose: one.with_(**loose)).allowed
+    with pytest.raises(ValueError):
+        one.causal = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.schema["type"] == "integer"])
+def test_listed_numbers_are_exactly_those_that_pass(name):
+    row = ROWS[name]
+    for number in range(-17, 300):
+        top, _, part = name.partition(".")
+        value = {"m": 16, "n": 16, part: number} if top == "tile" else {part: number} if part else number
+        if number in (spec_fields.choices(row) or []):
+            specs_from_mapping(BASE | {top: value})
+        else:
+            error = refused(specs_from_mapping, BASE | {top: value})
+            assert error.what == f"{name} is {number}"
+            assert abs(int(error.nearest) - number) == min(abs(c - number) for c in spec_fields.choices(row) or [])
+
+
+def test_schema_allows_lists_and_holds_the_table():
+    schema = json_schema()
+    assert json.loads(json.dumps(schema)) == schema
+    assert schema["required"] == list(BASE) and schema["additionalProperties"] is False
+    assert [*ROWS] == [n for row in spec_fields.rows() for n in (row.name, *(part.name for part in row.parts))]
+    assert list(schema["properties"]) == [*(row.name for row in spec_fields.rows()), "exclude", "overrides"]
+    head_dim, items = schema["properties"]["head_dim_qk"], {"type": "integer", "minimum": 8, "maximum": 256}
+    assert head_dim["anyOf"][0] == items | {"multipleOf": 8} == head_dim["anyOf"][1]["items"]
+    when_set = schema["properties"]["overrides"]["items"]["properties"]
+    assert list(when_set["set"]["properties"]) == ["tile", "stages", "roles", "blocks_per_sm", "q_operand"]
+    for row in ROWS.values():
+        assert f"| `{row.name}` | {row.about} | {row.unit} |" in fields_markdown()
