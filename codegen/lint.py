@@ -64,7 +64,7 @@ def _walk(node: nodes.Node, name: str, depth: int) -> Iterator[str]:
             yield f"{where}: elif and else are not allowed: a second alternative is a slot"
         if not isinstance(node.test, (nodes.Name, nodes.Getattr)):
             yield f"{where}: only a bare boolean may be tested"
-    if isinstance(node, nodes.Import) and not (isinstance(node.template, nodes.Const) and node.template.value == MACROS):
+    if isinstance(node, nodes.Import) and getattr(node.template, "value", None) != MACROS:
         yield f"{where}: only {MACROS} may be imported"
     if isinstance(node, (nodes.For, nodes.If)):
         depth += 1

@@ -57,7 +57,7 @@ TILES: tuple[TileRow, ...] = (
         (ANY, 96, 96, 128, 32, 4, 2, 2, "registers", None),
         (ANY, 128, 128, 128, 32, 4, 2, 2, "shared", 2),
         (ANY, 192, 128, 128, 32, 4, 2, 2, "shared", None),
-        (ANY, 192, 192, 64, 32, 4, 2, 2, "registers", None),
+        (ANY, 192, 192, 64, 32, 4, 2, 2, "shared", None),
         (ANY, 256, 256, 128, 64, 8, 2, 1, "shared", 2),
     ),
     *_rows(

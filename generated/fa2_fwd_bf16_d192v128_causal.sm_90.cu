@@ -46,7 +46,7 @@ constexpr int HEAD_DIM_QK = 192;  // columns of q and k in device memory
 constexpr int HEAD_DIM_V = 128;  // columns of v and out in device memory
 constexpr int MMA_COLS_QK = 192;  // columns the score product runs over: whole 16-column steps, surplus zero
 constexpr int MMA_COLS_V = 128;  // columns of the output fragments, likewise
-constexpr int SMEM_COLS_QK = 192;  // columns stored of q and k: whole swizzled panels, surplus zero
+constexpr int SMEM_COLS_QK = 192;  // columns stored of q and k: whole panels, surplus zero
 constexpr int SMEM_COLS_V = 128;  // columns stored of v and out, likewise
 
 // Shared memory of one block, 90144 bytes:
@@ -243,6 +243,7 @@ fa2_fwd_bf16_d192v128_causal(const __grid_constant__ Params p) {
 
   // ---- epilogue: the queries' shared memory now carries the output
   normalise(o, rows);
+  cp_async_wait<0>();  // without a key to attend to, nothing has waited for the queries yet
   sync_block();
   const int first_row = parked.m_tile * BLOCK_M;
   const int rows_to_store = min_int(parked.seqlen_q - first_row, BLOCK_M);

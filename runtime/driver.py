@@ -23,7 +23,7 @@ def api() -> ModuleType:
         (status,) = driver.cuInit(0)
     except Exception as err:  # which one depends on the version of the bindings
         raise EnvironmentError_(f"the CUDA driver cannot be loaded: {err}", allowed="a machine with an NVIDIA driver",
-                                next="flashgen doctor; `flashgen build` and `flashgen explain` work without one") from err
+                                next="flashgen doctor; flashgen build and explain need none") from err
     if status != driver.CUresult.CUDA_SUCCESS:
         raise EnvironmentError_(f"the CUDA driver does not start: {status.name}", next="flashgen doctor")
     return driver

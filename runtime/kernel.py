@@ -100,5 +100,6 @@ def fa2_values(plan: Plan, *, batch: int, seqlen_q: int, seqlen_kv: int, num_hea
     return {
         "batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "num_heads_q": num_heads_q,
         "heads_per_kv_head": num_heads_q // num_heads_kv, "m_tiles": m_tiles, "scale_log2": softmax_scale * LOG2_E,
-        "align_bottom_right": int(not top_left), "window_left": left, "window_right": right, "grid_x": grid_x, **strides,
+        "align_bottom_right": int(not top_left), "window_left": left, "window_right": right, "grid_x": grid_x,
+        **strides,
     }

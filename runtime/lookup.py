@@ -108,7 +108,7 @@ registry = Registry()
 
 
 def archs_for(cc: int) -> list[str]:
-    """Targets whose cubins run on a device, the closest first; the plain one before its `a` twin, which fa2 needs not."""
+    """Targets whose cubins run on a device, the closest first; the plain one before its `a` twin."""
     fitting = [t for t in TARGETS.values() if t.runs_on(cc)]
     if not fitting:
         raise UnsupportedError(f"compute capability {cc / 10:.1f}",
@@ -118,10 +118,15 @@ def archs_for(cc: int) -> list[str]:
 
 
 def _selectors(wanted: Wanted, arch: str) -> list[Selector]:
-    """Selectors that serve `wanted`: lse kernels also serve calls without lse, batch-invariant ones any call."""
-    return [Selector(arch, "fwd", wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, wanted.causal, wanted.window,
+    """Selectors that serve `wanted`, the closest first.
+
+    A window kernel also serves unbounded and causal calls, an lse kernel calls without lse, a batch-invariant one any.
+    """
+    masks = [(wanted.causal, wanted.window)] + ([] if wanted.window else [(False, True)])
+    return [Selector(arch, "fwd", wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, causal, window,
                      wanted.kv_layout, "none", lse, invariant)
-            for lse in ((True,) if wanted.lse else (True, False)) for invariant in (False, True)]
+            for causal, window in masks for lse in ((True,) if wanted.lse else (True, False))
+            for invariant in (False, True)]
 
 
 def _serves(spec: Spec, wanted: Wanted, archs: list[str]) -> bool:

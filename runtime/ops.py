@@ -74,24 +74,33 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     options = (cu_seqlens_q, cu_seqlens_kv, CAUSAL_CODES[causal], window[0], window[1], scale,
                "" if spec is None else registry.spec_handle(spec))
-    ops = torch.ops.flashgen
+    if not torch.compiler.is_compiling() and _nobody_listens(q, k, v):
+        out, lse = _run(q, k, v, *options, out, return_lse)
+        return (out, lse) if return_lse else out
     if out is None:
-        return ops.attention_lse(q, k, v, *options) if return_lse else ops.attention(q, k, v, *options)
+        return _attention_lse_op(q, k, v, *options) if return_lse else _attention_op(q, k, v, *options)
     if return_lse:
-        return out, ops.attention_out_lse(q, k, v, *options, out=out)
-    ops.attention_out(q, k, v, *options, out=out)
+        return out, _attention_out_lse_op(q, k, v, *options, out=out)
+    _attention_out_op(q, k, v, *options, out=out)
     return out
+
+
+def _nobody_listens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether going through the dispatcher would do nothing but cost time: plain tensors, and no mode that wants to see
+    or replace the op (fake tensors, tracing, profiling by dispatch)."""
+    return (type(q) is type(k) is type(v) is torch.Tensor and not torch._C._len_torch_dispatch_stack()
+            and not torch._C._len_torch_function_stack())
 
 
 class _Call:
     """All that one combination of shapes, strides and options fixes: copies to make, what to allocate, the launch."""
 
-    __slots__ = ("copies", "device_index", "generation", "launcher", "lse_shape", "out_shape")
+    __slots__ = ("copies", "generation", "launcher", "lse_shape", "out_shape")
 
-    def __init__(self, copies: tuple[bool, bool, bool], out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
-                 launcher: Launcher | None, device_index: int) -> None:
+    def __init__(self, copies: tuple[bool, ...] | None, out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
+                 launcher: Launcher | None) -> None:
         self.copies, self.out_shape, self.lse_shape, self.launcher = copies, out_shape, lse_shape, launcher
-        self.generation, self.device_index = registry.generation, device_index
+        self.generation = registry.generation
 
 
 class _Memo(threading.local):
@@ -106,43 +115,43 @@ _current_stream = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda
 
 def _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse):  # type: ignore[no-untyped-def]
     """(out, lse or None). `out` None: allocated here."""
-    misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT_BYTES
-    varlen = cu_q is not None
-    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device,
-           v.device, causal, left, right, scale, spec, want_lse, misaligned,
-           out is not None and (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() % ALIGNMENT_BYTES),
-           varlen and (cu_q.shape, cu_kv.shape, cu_q.stride(), cu_kv.stride(), cu_q.dtype, cu_kv.dtype, cu_q.device,
-                       cu_kv.device))
-    call = _memo.calls.get(key)
+    q_pointer, k_pointer, v_pointer, device_index = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
+    if not (q.dtype is k.dtype is v.dtype and device_index == k.get_device() == v.get_device()):
+        _check_tensors(q, k, v, cu_q, cu_kv)  # raises: the key below speaks of q's alone
+    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, device_index, q_pointer & 15,
+           k_pointer & 15, v_pointer & 15, causal, left, right, scale, spec, want_lse,
+           None if out is None else (out.shape, out.stride(), out.dtype, out.get_device(), out.data_ptr() & 15),
+           None if cu_q is None else (cu_q.shape, cu_q.stride(), cu_q.dtype, cu_q.get_device(),
+                                      cu_kv.shape, cu_kv.stride(), cu_kv.dtype, cu_kv.get_device()))
+    calls = _memo.calls
+    call = calls.get(key)
     if call is None or call.generation != registry.generation:
         call = _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse)
-        if len(_memo.calls) >= MEMO_LIMIT:
-            _memo.calls.clear()
-        _memo.calls[key] = call
-    if any(call.copies):
+        if len(calls) >= MEMO_LIMIT:
+            calls.clear()
+        calls[key] = call
+    if call.copies is not None:
         q, k, v = (t.clone(memory_format=torch.contiguous_format) if copy else t
                    for t, copy in zip((q, k, v), call.copies, strict=True))
         return _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse)
     if out is None:
-        out = torch.empty(call.out_shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(call.lse_shape, dtype=torch.float32, device=q.device) if want_lse else None
-    if call.launcher is not None:
-        if torch._C._cuda_getDevice() == call.device_index:
-            _launch(call, q, k, v, out, lse, cu_q, cu_kv)
-        else:
-            with torch.cuda.device(call.device_index):
-                _launch(call, q, k, v, out, lse, cu_q, cu_kv)
+        out = q.new_empty(call.out_shape)
+    lse = q.new_empty(call.lse_shape, dtype=torch.float32) if want_lse else None
+    if call.launcher is None:  # nothing to compute
+        return out, lse
+    pointers = [q_pointer, k_pointer, v_pointer, out.data_ptr(), 0 if lse is None else lse.data_ptr()]
+    if cu_q is not None:
+        pointers += (cu_q.data_ptr(), cu_kv.data_ptr())
+    if torch._C._cuda_getDevice() == device_index:
+        call.launcher(_current_stream(device_index), *pointers)
+    else:
+        with torch.cuda.device(device_index):
+            call.launcher(_current_stream(device_index), *pointers)
     return out, lse
 
 
-def _launch(call, q, k, v, out, lse, cu_q, cu_kv):  # type: ignore[no-untyped-def]
-    pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr()]
-    if cu_q is not None:
-        pointers += (cu_q.data_ptr(), cu_kv.data_ptr())
-    call.launcher(_current_stream(call.device_index), *pointers)
-
-
-def _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse) -> _Call:  # type: ignore[no-untyped-def]
+def _prepare(  # type: ignore[no-untyped-def]
+        q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse) -> _Call:
     """Checks everything about a call that its shapes, strides and options decide, and finds its kernel."""
     varlen = cu_q is not None
     _check_tensors(q, k, v, cu_q, cu_kv)
@@ -156,18 +165,14 @@ def _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_l
         _check_out(out, out_shape, q)
     copies = tuple(not _is_aligned(t) for t in (q, k, v))
     if any(copies):
-        return _Call(copies, out_shape, lse_shape, None, q.device.index)
+        return _Call(copies, out_shape, lse_shape, None)
     reach = max(seqlen_q, seqlen_kv)
     left, right = (-1 if side >= reach else side for side in (left, right))
-    if causal and left < 0:
-        right = -1  # the causal kernel bounds the right side itself
-    elif causal:
-        right = 0
-    windowed = left >= 0 or right >= 0
+    windowed = left >= 0 or (right >= 0 and not causal)  # causal bounds the right side anyway
     wanted = Wanted(DTYPE_NAMES[q.dtype], head_dim_qk, head_dim_v, bool(causal) and not windowed, windowed,
                     "varlen" if varlen else "dense", want_lse, spec)
     if 0 in out_shape:
-        return _Call(copies, out_shape, lse_shape, None, q.device.index)
+        return _Call(None, out_shape, lse_shape, None)
     with torch.cuda.device(q.device):
         torch.cuda.current_stream()  # makes this thread's context torch's
         kernel = registry.kernel(wanted, q.device.index)
@@ -176,9 +181,9 @@ def _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_l
     strides = {f"{name}_{axis}_stride": stride for name, t in (("q", q), ("k", k), ("v", v), ("out", row_layout))
                for axis, stride in zip(axes, _strides(t), strict=True)}
     values = fa2_values(kernel.plan, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
-                        num_heads_kv=num_heads_kv, softmax_scale=scale, top_left=causal == 2, window=(left, right),
+                        num_heads_kv=num_heads_kv, softmax_scale=scale, top_left=causal == 2, window=(left, 0 if causal else right),
                         strides=strides)
-    return _Call(copies, out_shape, lse_shape, kernel.launcher(values), q.device.index)
+    return _Call(None, out_shape, lse_shape, kernel.launcher(values))
 
 
 class _Contiguous:
@@ -299,3 +304,8 @@ for _name, _function, _fake in (
 ):
     _library.impl(_name, _function, "CUDA")
     torch.library.register_fake(f"flashgen::{_name}", _fake, lib=_library)
+
+_attention_op = torch.ops.flashgen.attention.default
+_attention_lse_op = torch.ops.flashgen.attention_lse.default
+_attention_out_op = torch.ops.flashgen.attention_out.default
+_attention_out_lse_op = torch.ops.flashgen.attention_out_lse.default

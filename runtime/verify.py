@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ def run_poisoned(inputs: Inputs, *, spec: Spec | None = None, lse: bool = True,
     out.fill_(NAN)
     if lse:  # the call allocates lse itself; the caching allocator hands it this block again
         torch.full((q.numel() // max(1, q.shape[-1]),), NAN, dtype=torch.float32, device=q.device)
-    result = flashgen.attention(q, inputs.k, v, **inputs.keywords, return_lse=lse, out=out, spec=spec)
+    result: Any = flashgen.attention(q, inputs.k, v, **inputs.keywords, return_lse=lse, out=out, spec=spec)
     returned, returned_lse = result if lse else (result, None)
     if returned.data_ptr() != out.data_ptr():
         raise UnsupportedError("attention did not return the tensor given as out", where="out")

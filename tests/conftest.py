@@ -15,9 +15,9 @@ from typing import TextIO
 
 import pytest
 import torch
+from kit import attention_by_reference
 
 import flashgen
-from kit import attention_by_reference
 
 TIME_LIMIT_S = 120        # of a GPU test: a kernel that hangs must not hold the run
 HANG_GRACE_S = 30         # a wait inside the driver hears no signal; after this the process ends
@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "time_limit(seconds): of a GPU test, in place of the default")
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)  # the workers share the cores already
     config.stash[_on_cpu] = config.getoption("--on-cpu")
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():  # a hang's traceback must be seen

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import flashgen
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import TARGETS
 from flashgen.runtime.compare import check
@@ -21,6 +22,10 @@ def attention_by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
     exact, lse = reference(q, k, v, **keywords)
     result = exact.to(q.dtype) if out is None else out.copy_(exact)
     return (result, lse.float()) if return_lse else result
+
+
+def attend(inputs: Inputs, **more: Any) -> Any:
+    return flashgen.attention(inputs.q, inputs.k, inputs.v, **inputs.keywords, **more)
 
 
 def verified(inputs: Inputs, problem: Problem | str = "", *, spec: Spec | None = None,

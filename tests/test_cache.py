@@ -77,12 +77,13 @@ def test_the_key_changes_with_everything_that_can_change_the_result(monkeypatch:
     sources = [replace(source, text=source.text + " "), replace(source, entry="other"),
                replace(source, file_name="other.cu"), replace(source, arch="sm_86"),
                replace(source, headers=((HEADER[0], HEADER[1] + " "),)),
-               replace(source, headers=(("flashgen/other.cuh", HEADER[1]),)), replace(source, headers=())]
+               replace(source, headers=(("flashgen/other.cuh", HEADER[1]),)), replace(source, headers=()),
+               replace(source, options=("-lineinfo",))]
     plans = [replace(plan, constants=(Constant("N", 1, "why"),)), replace(plan, target="sm_86"),
              replace(plan, launch=replace(plan.launch, grid="other")), replace(plan, allowed_spill_bytes=8),
              tiny_plan(fields={"lse": False})]
     keys = [cache_key(changed, plan) for changed in sources] + [cache_key(source, changed) for changed in plans]
-    for name, value in (("compile_options", lambda arch: ("--other",)), ("nvrtc_version", lambda: (12, 9)),
+    for name, value in (("compile_options", lambda source: ("--other",)), ("nvrtc_version", lambda: (12, 9)),
                         ("SCHEMA", module.SCHEMA + 1)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from hypothesis import given, settings
+from strategies import problems
 from torch import Tensor
 
 from flashgen.errors import VerifyError
 from flashgen.runtime.compare import check, check_bits
 from flashgen.runtime.problem import Inputs, Problem
 from flashgen.runtime.reference import reference, visible
-from strategies import problems
 
 NAN = math.nan
 PROBLEMS = {
@@ -146,7 +146,7 @@ def test_a_fault_in_a_long_row_does_not_hide_behind_short_ones() -> None:
     out, lse = rounded(inputs)
     allowed = check(*blockwise(inputs), inputs).out_allowed
     out[0, 590, 0, out[0, 590, 0].abs().argmax()] += 0.9 * allowed
-    with pytest.raises(VerifyError, match="row 590.*relative to its row"):
+    with pytest.raises(VerifyError, match=r"row 590.*relative to its row"):
         check(out, lse, inputs)
 
 
@@ -159,11 +159,12 @@ def test_a_fault_in_a_plain_row_does_not_hide_behind_one_that_cancels() -> None:
     out, lse = rounded(inputs)
     check(out, lse, inputs)
     out[0, 0, 0, 2] = 1.03125
-    with pytest.raises(VerifyError, match="head 0, column 2.*: error 3"):
+    with pytest.raises(VerifyError, match=r"head 0, column 2.*: error 3"):
         check(out, lse, inputs)
 
 
-@pytest.mark.parametrize("lse_value, out_value", [(0.0, 0.0), (math.inf, 0.0), (NAN, 0.0), (-1e30, 0.0), (-math.inf, 1e-3)])
+@pytest.mark.parametrize("lse_value, out_value", [
+    (0.0, 0.0), (math.inf, 0.0), (NAN, 0.0), (-1e30, 0.0), (-math.inf, 1e-3)])
 def test_a_row_without_a_key_is_0_and_minus_inf(lse_value: float, out_value: float) -> None:
     inputs = Problem(1, 5, 2, causal=True).make_inputs()
     out, lse = rounded(inputs)
@@ -190,7 +191,7 @@ def test_form_is_checked_first() -> None:
     inputs = PROBLEMS["dense"].make_inputs()
     out, lse = rounded(inputs)
     for bad_out, bad_lse in ((out.float(), lse), (out[:, 1:], lse), (out, lse.double()), (out, lse.mT)):
-        with pytest.raises(VerifyError, match="torch.Size|torch.float|torch.bfloat16"):
+        with pytest.raises(VerifyError, match=r"torch.Size|torch.float|torch.bfloat16"):
             check(bad_out, bad_lse, inputs)
 
 

@@ -9,13 +9,12 @@ import math
 
 import pytest
 import torch
+from kit import attend, solved, verified
 from torch import Tensor
 
-import flashgen
 from flashgen.runtime.compare import check, check_bits
 from flashgen.runtime.problem import Inputs, Problem
 from flashgen.runtime.verify import head_major, run_poisoned, spread
-from kit import solved, verified
 
 pytestmark = pytest.mark.gpu
 LAYOUTS = pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
@@ -131,8 +130,7 @@ def test_b013_left_window_without_causal(seqlen_q: int, seqlen_kv: int, varlen: 
 def test_b015_sequences_of_no_and_one_row(device: str) -> None:
     inputs = Problem(3, (1, 0, 1), (3, 0, 5), 9, 3, causal=True).make_inputs(device)
     out, _ = verified(inputs)
-    hinted = flashgen.attention(inputs.q, inputs.k, inputs.v, **inputs.keywords, max_seqlen_q=1, max_seqlen_kv=5)
-    check_bits(hinted, out, "max_seqlen_q 1")
+    check_bits(attend(inputs, max_seqlen_q=1, max_seqlen_kv=5), out, "max_seqlen_q 1")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -156,8 +154,7 @@ def test_b018_zero_sizes(batch: int, seqlen_q: int | tuple, seqlen_kv: int | tup
 def test_b020_max_seqlen_is_only_a_hint(hint: int, device: str) -> None:
     inputs = Problem(3, (40, 700, 2), (40, 700, 9), 4, 2, causal=True).make_inputs(device)
     out = torch.full_like(inputs.q, math.nan)
-    _, lse = flashgen.attention(inputs.q, inputs.k, inputs.v, **inputs.keywords, max_seqlen_q=hint, max_seqlen_kv=hint,
-                                out=out, return_lse=True)
+    _, lse = attend(inputs, max_seqlen_q=hint, max_seqlen_kv=hint, out=out, return_lse=True)
     check(out, lse, inputs)
 
 
@@ -323,7 +320,7 @@ def test_b046_out_is_filled_in_place(seqlen_q: int, device: str) -> None:
     plain = verified(inputs)[0]
     for out in (torch.full_like(plain, math.nan), spread(plain), head_major(plain)):
         out.fill_(math.nan)
-        result = flashgen.attention(inputs.q, inputs.k, inputs.v, **inputs.keywords, out=out)
+        result = attend(inputs, out=out)
         assert result.data_ptr() == out.data_ptr() and result.stride() == out.stride()
         check_bits(out, plain, "out given")
 

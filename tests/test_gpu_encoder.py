@@ -5,15 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import encoder as bert
 import pytest
 import torch
+from kit import attention_by_reference
 from torch import Tensor
 
-import encoder as bert
 import flashgen
 from flashgen.runtime.compare import check
 from flashgen.runtime.problem import Inputs
-from kit import attention_by_reference
 
 COSINE = 0.9999
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

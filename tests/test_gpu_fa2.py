@@ -7,16 +7,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kit import attend, runs_here, verified
+from strategies import problems
 
-import flashgen
 from flashgen.codegen.lower import lower
 from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.runtime.compare import check_bits
 from flashgen.runtime.edges import masks
 from flashgen.runtime.problem import Problem
 from flashgen.runtime.verify import run_poisoned, verify_spec
-from kit import runs_here, verified
-from strategies import problems
 
 pytestmark = pytest.mark.gpu
 SHIPPED = [(path, spec) for path in shipped_spec_paths() for spec in load_specs(path).specs if runs_here(spec)]
@@ -87,25 +86,25 @@ def test_heads_keep_to_themselves(problem: Problem, device: str) -> None:
 def test_window_past_both_ends(problem: Problem, causal: bool, device: str) -> None:
     """A bound that reaches past every key is no bound, however large: sums with it do not wrap."""
     inputs = replace(problem, causal=causal).make_inputs(device)
-    near = run_poisoned(inputs.with_(window=(600, 600)))[0]
-    for bound in (2**31 - 1, 2**31 - 200):
-        check_bits(run_poisoned(inputs.with_(window=(bound, bound)))[0], near, f"window {bound}")
+    for near in ((600, 600), (5, 600), (600, 5)):
+        expected = run_poisoned(inputs.with_(window=near))[0]
+        for bound in (2**31 - 1, 2**31 - 200):
+            window = tuple(bound if side == 600 else side for side in near)
+            check_bits(run_poisoned(inputs.with_(window=window))[0], expected, f"window {window}")
 
 
 @each_layout
 def test_arguments_that_change_no_bit(problem: Problem, device: str) -> None:
     """lse asked for or not, out given or not, the default scale spelled out, max_seqlen given: one result."""
     inputs = replace(problem, causal=True).make_inputs(device)
-    q, k, v, rest = inputs.q, inputs.k, inputs.v, inputs.keywords
-    out, lse = flashgen.attention(q, k, v, **rest, return_lse=True)
-    check_bits(flashgen.attention(q, k, v, **rest), out, "without lse")
-    check_bits(flashgen.attention(q, k, v, **rest | {"softmax_scale": 64 ** -0.5}), out, "scale given")
+    out, lse = attend(inputs, return_lse=True)
+    check_bits(attend(inputs), out, "without lse")
+    check_bits(attend(inputs.with_(softmax_scale=64**-0.5)), out, "scale given")
     given_out = torch.full_like(out, torch.nan)
-    assert flashgen.attention(q, k, v, **rest, out=given_out).data_ptr() == given_out.data_ptr()
+    assert attend(inputs, out=given_out).data_ptr() == given_out.data_ptr()
     check_bits(given_out, out, "out given")
     if problem.varlen:
         for longest in (1, 200, 4096):
-            hinted, hinted_lse = flashgen.attention(q, k, v, **rest, return_lse=True, max_seqlen_q=longest,
-                                                    max_seqlen_kv=333)
+            hinted, hinted_lse = attend(inputs, return_lse=True, max_seqlen_q=longest, max_seqlen_kv=333)
             check_bits(hinted, out, f"max_seqlen_q {longest}")
             check_bits(hinted_lse, lse, f"max_seqlen_q {longest}")

@@ -19,12 +19,13 @@ from flashgen.errors import PlanError, SpecError
 
 BASE = Spec(name="t", family="fa2", pass_="fwd", arch="sm_90", dtype="bf16", head_dim_qk=128)
 
+SIXTEENS = st.integers(1, 16).map(lambda x: 16 * x)
 FIELDS = {
     "name": st.just("t"), "family": st.just("fa2"), "pass_": st.just("fwd"), "arch": st.sampled_from(list(TARGETS)),
     "dtype": st.sampled_from(["bf16", "fp16"]), "head_dim_qk": st.integers(1, 32).map(lambda x: 8 * x),
     "head_dim_v": st.none() | st.integers(1, 32).map(lambda x: 8 * x), "causal": st.booleans(), "window": st.booleans(),
     "kv_layout": st.sampled_from(["dense", "varlen"]), "lse": st.booleans(), "batch_invariant": st.booleans(),
-    "tile": st.none() | st.builds(Tile, m=st.integers(1, 16).map(lambda x: 16 * x), n=st.integers(1, 16).map(lambda x: 16 * x)),
+    "tile": st.none() | st.builds(Tile, m=SIXTEENS, n=SIXTEENS),
     "stages": st.none() | st.integers(2, 5), "roles": st.none() | st.builds(Roles, mma=st.integers(1, 16)),
     "blocks_per_sm": st.none() | st.integers(1, 8), "q_operand": st.sampled_from([None, "shared", "registers"]),
 }
@@ -73,7 +74,8 @@ def test_targets_check_themselves():
 PLAN_FAULTS = {
     "threads": (lambda p: dataclasses.replace(p, launch=dataclasses.replace(p.launch, threads=96)), "warps"),
     "too much shared memory": (lambda p: dataclasses.replace(
-        p, smem=layout_regions((("Q", 300000, ""),)), launch=dataclasses.replace(p.launch, smem_bytes=300000)), "Q 300000"),
+        p, smem=layout_regions((("Q", 300000, ""),)), launch=dataclasses.replace(p.launch, smem_bytes=300000)),
+        "Q 300000"),
     "overlapping regions": (lambda p: dataclasses.replace(
         p, smem=(p.smem[0], dataclasses.replace(p.smem[1], offset_bytes=16), *p.smem[2:])), "overlaps"),
     "map and launch differ": (lambda p: dataclasses.replace(
@@ -115,8 +117,8 @@ def test_params_layout_is_the_c_layout():
 
 
 CHANGES = {
-    "name": "other", "arch": "sm_80", "dtype": "fp16", "head_dim_qk": 96, "head_dim_v": 32, "causal": True, "window": True,
-    "kv_layout": "varlen", "lse": False, "batch_invariant": True, "tile": Tile(m=64, n=32), "stages": 3,
+    "name": "other", "arch": "sm_80", "dtype": "fp16", "head_dim_qk": 96, "head_dim_v": 32, "causal": True,
+    "window": True, "kv_layout": "varlen", "lse": False, "batch_invariant": True, "tile": Tile(m=64, n=32), "stages": 3,
     "roles": Roles(mma=8), "blocks_per_sm": 1, "q_operand": "shared",
 }
 ONE_VALUE = {"family", "pass", "score"}  # a second value must join CHANGES

@@ -2,17 +2,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import problems
 from torch import Tensor
 
 from flashgen.runtime import reference as module
 from flashgen.runtime.problem import Inputs, Problem
 from flashgen.runtime.reference import lowprec, reference
-from strategies import problems
 
 INF, NAN = math.inf, math.nan
 EXAMPLES = settings(deadline=None, derandomize=True, max_examples=60)
@@ -169,6 +171,19 @@ def test_b018_zero_sizes(batch: int, seqlen_q: int | tuple, seqlen_kv: int | tup
     assert not out.any() and (lse == -INF).all() and out.numel() == lse.numel() * 64
 
 
+def test_a_problem_repeats_itself_and_poisons_its_tail() -> None:
+    problem = Problem(2, (4, 0), (3, 5), 6, 2, 16, 8, tail=2, seed=7, dtype="fp16")
+    first, second = problem.make_inputs(), eval(repr(problem)).make_inputs()
+    for name, rows, shape in (("q", 4, (6, 16)), ("k", 8, (2, 16)), ("v", 8, (2, 8))):
+        x = getattr(first, name)
+        assert x.shape == (rows + 2, *shape) and x.dtype == torch.float16
+        assert x[:rows].isfinite().all() and x[rows:].isnan().all()
+        torch.testing.assert_close(x, getattr(second, name), rtol=0, atol=0, equal_nan=True)
+    for wrong in (dict(seqlen_kv=(3,)), dict(seqlen_q=4), dict(seqlen_q=4, seqlen_kv=4)):
+        with pytest.raises(ValueError, match=r"lengths are|only a varlen problem"):
+            replace(problem, **wrong)  # type: ignore[arg-type]
+
+
 def test_nan_and_inf_reach_exactly_the_rows_that_see_them() -> None:
     inputs = Problem(1, 6, 6, 2, 1, 8, 8, causal=True).make_inputs()
     clean, clean_lse = answer(inputs)
@@ -214,7 +229,7 @@ def split_rows(draw: st.DrawFn) -> tuple[list[float], list[list[int]]]:
     row = draw(st.lists(score, min_size=1, max_size=40))
     order = draw(st.permutations(range(len(row))) | st.just(list(range(len(row)))))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(row) - 1)))) | {0, len(row)})
-    return row, [list(order[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return row, [list(order[a:b]) for a, b in pairwise(cuts)]
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

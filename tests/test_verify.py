@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import attention_by_reference as right
 from torch import Tensor
 
 import flashgen
@@ -16,7 +17,6 @@ from flashgen.errors import EnvironmentError_, UnsupportedError
 from flashgen.runtime import verify
 from flashgen.runtime.edges import edge_problems, length_pairs
 from flashgen.runtime.verify import Result, verify_spec
-from kit import attention_by_reference as right
 
 
 def spec(**fields: Any) -> Spec:
@@ -152,7 +152,7 @@ def test_only_variants_of_this_device_and_progress() -> None:
 def test_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EnvironmentError_, match="(?s)no CUDA device.*flashgen doctor"):
+    with pytest.raises(EnvironmentError_, match=r"(?s)no CUDA device.*flashgen doctor"):
         verify_spec([DENSE])
 
 

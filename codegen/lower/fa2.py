@@ -99,7 +99,7 @@ def _constants(spec: Spec, tile: TileRow, cols_qk: int, cols_v: int, target: Tar
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and out in device memory"),
         Constant("MMA_COLS_QK", cols_qk, "columns the score product runs over: whole 16-column steps, surplus zero"),
         Constant("MMA_COLS_V", cols_v, "columns of the output fragments, likewise"),
-        Constant("SMEM_COLS_QK", smem_cols(spec.head_dim_qk), "columns stored of q and k: whole swizzled panels, surplus zero"),
+        Constant("SMEM_COLS_QK", smem_cols(spec.head_dim_qk), "columns stored of q and k: whole panels, surplus zero"),
         Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v and out, likewise"),
     )
 

@@ -1,0 +1,97 @@
+"""`flashgen bench`."""
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashgen.cli.common import Archs, Output, SpecArgument, Table, Variants, command, progress, select
+from flashgen.errors import EnvironmentError_, UnsupportedError
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec import Spec
+
+ALL_PEERS = "sdpa-fa2,sdpa-cudnn,flex,fa3"
+
+
+def register(app: typer.Typer) -> None:
+    command(app, bench)
+
+
+def bench(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
+          peers: Annotated[str, typer.Option("--peers", metavar="NAMES", help="Comma-separated; '' for none.")] = ALL_PEERS,
+          problem_grid: Annotated[str | None, typer.Option("--problem-grid", metavar="GRID", help=(
+              "A YAML file, or text such as '{batch: 2, num_heads_q: 16, head_dim_qk: 128, seqlen_q: [2048, 8192]}'; by "
+              "default benchmarks/grids/<family>_<pass>.yaml."))] = None,
+          rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Timings behind each median.")] = 15,
+          timer: Annotated[str, typer.Option("--timer", help="graph (CUDA graph replay) or events.")] = "graph",
+          overhead: Annotated[bool, typer.Option("--overhead", help="Host time per call instead.")] = False,
+          out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the results.")] = Path(
+              "benchmarks/results")) -> Output:
+    """Time kernels against peers on this machine's GPU; write JSON and a picture below DIR/<gpu>."""
+    specs = select([spec], arch, variant)
+    try:
+        from flashgen.runtime.bench_device import PEERS, CudaDevice
+    except ImportError as err:
+        raise EnvironmentError_(f"torch cannot be imported: {err}", next="flashgen doctor") from err
+    names = [name.strip() for name in peers.split(",") if name.strip()]
+    for name in names:
+        if name not in PEERS:
+            raise UnsupportedError(f"no peer {name}", where="--peers", allowed=", ".join(PEERS),
+                                   nearest=next(iter(difflib.get_close_matches(name, PEERS, n=1)), ""))
+    device = CudaDevice(timer)
+    return _overhead(device, out) if overhead else _bench(device, specs, names, problem_grid, rounds, out)
+
+
+def _bench(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | None, rounds: int, out: Path) -> Output:
+    from flashgen.runtime.bench import bench as run
+    from flashgen.runtime.bench import default_grid, load_grid, write_results
+    from flashgen.runtime.bench_plot import draw
+
+    family, pass_ = specs[0].family, specs[0].pass_
+    cases = load_grid(grid or default_grid(family, pass_))
+    with progress("timing", len(cases)) as step:
+        results = run(device, specs, cases, peers, rounds=rounds, progress=step)
+    path = write_results(results, out, f"{family}-{pass_}")
+    notes = [f"wrote {path}"]
+    try:
+        notes.append(f"wrote {draw(results, path.with_suffix('.png'))}")
+    except EnvironmentError_ as err:  # the figures are there: a picture is an extra
+        notes.append(f"warning: {err}")
+    return Output(results, [*tables(results, peers), *notes])
+
+
+def tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
+    """The rows, the means, and who is missing."""
+    from flashgen.runtime.bench import geomeans
+
+    names = [name for name in peers if name not in results["absent"]]
+    rows = [(row["case"]["variant"], f"B{row['case']['batch']} H{row['case']['num_heads_q']} S{row['case']['seqlen_q']}",
+             f"{row['ours_ms']:.4f}", f"{row['tflops']:.0f}", f"{row['gbps']:.0f}",
+             *(f"{row['peers'][name]:.4f}" if name in row["peers"] else "refused" for name in names),
+             "" if row["ratio"] is None else f"{row['ratio']:.3f}") for row in results["rows"]]
+    columns = ("variant", "case", ">ms", ">TFLOP/s", ">GB/s", *(f">{name} ms" for name in names), ">speed / best peer")
+    parts: list[str | Table] = [f"{results['gpu']}, driver {results['driver']}", Table(columns, rows)]
+    means = [f"{name} {mean:.3f}" for name, mean in geomeans(results["rows"]).items()]
+    parts += [f"speed over each peer, geometric mean: {', '.join(means)}"] if means else []
+    parts += [f"absent: {name}: {reason}" for name, reason in results["absent"].items()]
+    reasons = {f"refused: {name}: {why}" for row in results["rows"] for name, why in row["refused"].items()}
+    return parts + sorted(reasons)
+
+
+def _overhead(device: Any, out: Path) -> Output:
+    from flashgen.runtime.bench import document, write_results
+    from flashgen.runtime.bench_device import measure_overhead
+
+    found = measure_overhead()
+    results = document(device.facts(), overhead=found)
+    path = write_results(results, out, "overhead")
+    more = {name: found[name] - found["empty_op_us"] for name in ("attention_us", "attention_out_us")}
+    return Output(results, [
+        f"{results['gpu']}, host time per warm call: attention {found['attention_us']:.2f} us, with out= "
+        f"{found['attention_out_us']:.2f} us, an empty torch op {found['empty_op_us']:.2f} us",
+        f"beyond the empty op: {more['attention_us']:.2f} us, with out= {more['attention_out_us']:.2f} us",
+        f"wrote {path}"])

@@ -1,0 +1,139 @@
+"""What the commands share: how they answer, how they pick variants, and their progress bar."""
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashgen.codegen.target import TARGETS
+from flashgen.errors import FlashgenError, SpecError
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec import Spec
+
+PIPED_WIDTH = 250  # of a table that no terminal shows: wide enough never to cut a name
+
+SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="A spec file, or the name of a shipped one.")]
+SpecArguments = Annotated[list[str], typer.Argument(metavar="SPEC...", help="Spec files, or names of shipped ones.")]
+Archs = Annotated[list[str] | None, typer.Option("--arch", metavar="ARCH", help="Only this target; may be repeated.")]
+Variants = Annotated[list[str] | None, typer.Option(
+    "--variant", metavar="GLOB", help="Only variants whose name (or name.arch) matches; may be repeated.")]
+_Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output, and nothing else there.")]
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: Sequence[str]       # a leading ">" aligns right
+    rows: Sequence[Sequence[object]]
+
+    def show(self) -> None:
+        from rich import box  # 40 ms, so only where a table is wanted
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for column in self.columns:
+            table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left",
+                             overflow="fold")
+        for row in self.rows:
+            table.add_row(*(Text(str(cell)) for cell in row))
+        Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The answer of a command: `data` for --json; else `parts`, texts and tables, are printed in order."""
+
+    data: Any
+    parts: Sequence[str | Table]
+    exit_code: int = 0
+
+
+def command(app: typer.Typer, function: Callable[..., Output], name: str | None = None) -> None:
+    """Add `function` to `app` as a command that takes --json and turns a FlashgenError into its exit code."""
+    @functools.wraps(function)
+    def run(*arguments: Any, as_json: bool, **options: Any) -> None:
+        try:
+            # what libraries print must not mix with the document
+            with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+                output = function(*arguments, **options)
+        except FlashgenError as error:
+            if as_json:
+                from flashgen.runtime.build import error_json
+
+                print(json.dumps({"error": error_json(error)}, indent=1))
+            else:
+                print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        if as_json:
+            print(json.dumps(output.data, indent=1))
+        else:
+            for part in output.parts:
+                print(part) if isinstance(part, str) else part.show()
+        if output.exit_code:
+            raise typer.Exit(output.exit_code)
+
+    signature = inspect.signature(function, eval_str=True)
+    json_option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Json)
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), json_option], return_annotation=None)
+    app.command(name or function.__name__)(run)
+
+
+def select(files: Sequence[str], archs: Sequence[str] | None = None, variants: Sequence[str] | None = None
+           ) -> list[Spec]:
+    """The variants of spec files that --arch and --variant leave. SpecError if one of these matches nothing."""
+    from flashgen.codegen.spec import load_specs, spec_path
+
+    specs = [spec for file in files for spec in load_specs(spec_path(file)).specs]
+    present = sorted({spec.arch for spec in specs})
+    for arch in archs or ():
+        if arch not in present:
+            raise SpecError(f"{arch} is not among the targets of {', '.join(files)}" if arch in TARGETS else
+                            f"no target {arch}", where="--arch", allowed=", ".join(present), nearest=_near(arch, present))
+    for glob in variants or ():
+        if not any(_matches(spec, glob) for spec in specs):
+            names = sorted({spec.variant for spec in specs})
+            raise SpecError(f"no variant matches {glob}", where="--variant", nearest=_near(glob, names),
+                            allowed=f"{len(names)} names, * and ? as in file names",
+                            next=f"flashgen list {files[0]}")
+    chosen = [spec for spec in specs if (not archs or spec.arch in archs)
+              and (not variants or any(_matches(spec, glob) for glob in variants))]
+    if not chosen:
+        raise SpecError(f"no variant matches both --arch {', '.join(archs or ())} and --variant "
+                        f"{', '.join(variants or ())}", where=", ".join(files), next=f"flashgen list {files[0]}")
+    return chosen
+
+
+def _matches(spec: Spec, glob: str) -> bool:
+    return fnmatchcase(spec.variant, glob) or fnmatchcase(f"{spec.variant}.{spec.arch}", glob)
+
+
+def _near(text: str, words: Sequence[str]) -> str:
+    return next(iter(difflib.get_close_matches(text, words, n=1, cutoff=0.3)), "")
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """A bar on standard error where that is a terminal: call the yielded function with (done so far, what)."""
+    if total < 2 or not sys.stderr.isatty():
+        yield lambda done, what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TextColumn("{task.fields[what]}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total, what="")
+        yield lambda done, what: bar.update(task, completed=done, what=what)

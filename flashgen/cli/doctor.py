@@ -1,0 +1,18 @@
+"""`flashgen doctor`."""
+from __future__ import annotations
+
+import typer
+
+from flashgen.cli.common import Output, command
+
+
+def register(app: typer.Typer) -> None:
+    command(app, doctor)
+
+
+def doctor() -> Output:
+    """Check this machine: what works, what does not, and what to do about it. Exit code 8 if it cannot build."""
+    from flashgen.runtime.doctor import examine
+
+    report = examine()
+    return Output(report.to_json(), [str(report)], report.exit_code)

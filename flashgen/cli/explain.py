@@ -1,0 +1,47 @@
+"""`flashgen explain`."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashgen.cli.common import Archs, Output, SpecArgument, Variants, command, select
+from flashgen.errors import EnvironmentError_
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec import Spec
+
+
+def register(app: typer.Typer) -> None:
+    command(app, explain)
+
+
+def explain(spec: SpecArgument, arch: Archs = None, variant: Variants = None, problem: Annotated[str, typer.Option(
+        "--problem", metavar="SIZES", help='Sizes of the call, such as "batch=2 seqlen_q=8192 num_heads_q=16". '
+        "Names: batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, window=left,right.")] = "") -> Output:
+    """Show one variant's plan, memory, work and roofline. Needs no GPU, and no compiler."""
+    from flashgen.codegen.explain import explain as explain_spec
+    from flashgen.codegen.explain import parse_shape, typical
+
+    specs = select([spec], arch, variant)
+    chosen = typical(specs)
+    explanation = explain_spec(chosen, registers=_registers(chosen), variants=len(specs), **parse_shape(problem))
+    return Output(explanation.to_json(), [str(explanation)])
+
+
+def _registers(spec: Spec) -> int | None:
+    """Registers per thread of the cached build. None without one, and where there is no NVRTC to name its key."""
+    import warnings
+
+    from flashgen.codegen.lower import lower
+    from flashgen.codegen.render import render
+    from flashgen.runtime.cache import Cache
+
+    plan = lower(spec)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an unusable cache is none of explain's business
+            entry = Cache().get(plan, render(plan))
+    except EnvironmentError_:
+        return None
+    return entry.cubin.resources.registers if entry else None
