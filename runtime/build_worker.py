@@ -23,10 +23,12 @@ def main(job_file: str, result_file: str) -> int:
     cache, results = Cache(job["cache"]), {}
     for item in job["items"]:
         start = time.perf_counter()
-        headers = tuple((name, text) for name, text in item["source"]["headers"])
+        raw = item["source"]
+        source = Source(**{**raw, "headers": tuple(map(tuple, raw["headers"])), "options": tuple(raw["options"])})
         result: dict[str, object] = {"error": None, "hit": False}
         try:
-            entry = cache.build(Plan.from_json(item["plan"]), Source(**{**item["source"], "headers": headers}))
+            entry = cache.build(Plan.from_json(item["plan"]), source)
+            assert entry.key == item["key"], "plan or source changed on their way through JSON"
             result |= {"hit": entry.hit, "resources": entry.cubin.resources.to_dict()}
         except FlashgenError as err:
             result["error"] = error_json(err)

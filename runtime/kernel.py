@@ -9,6 +9,7 @@ from typing import Any
 
 from flashgen.codegen.plan import CTYPES, Plan
 from flashgen.errors import EnvironmentError_, UnsupportedError
+from flashgen.log import logger
 from flashgen.runtime.driver import api, check, device_facts, during_capture
 
 LOG2_E = math.log2(math.e)
@@ -40,6 +41,7 @@ class Kernel:
             self.function = check(cuda.cuKernelGetFunction(kernel), plan.kernel_name)
         self.plan = plan
         self.device_index = device_index
+        logger().info("loaded %s on cuda:%d", plan.kernel_name, device_index)
 
     def launcher(self, values: Mapping[str, int | float]) -> Launcher:
         return Launcher(self, values)

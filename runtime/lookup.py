@@ -14,6 +14,7 @@ from pathlib import Path
 from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import UnsupportedError
+from flashgen.log import logger
 from flashgen.runtime.bundle import Bundle
 from flashgen.runtime.driver import device_facts
 from flashgen.runtime.kernel import Kernel
@@ -88,6 +89,7 @@ class Registry:
                 found = self._kernels.get((wanted, device_index))
                 if found is None:
                     found = self._find(wanted, device_index)
+                    logger().debug("%s on cuda:%d is served by %s", _asked(wanted), device_index, found.plan.kernel_name)
                     self._kernels[wanted, device_index] = found
         return found
 

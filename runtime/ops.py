@@ -16,6 +16,7 @@ import torch
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.errors import UnsupportedError
+from flashgen.log import CHATTER, logger
 from flashgen.runtime.kernel import Launcher, fa2_values
 from flashgen.runtime.lookup import Wanted, registry
 
@@ -165,6 +166,8 @@ def _prepare(  # type: ignore[no-untyped-def]
         _check_out(out, out_shape, q)
     copies = tuple(not _is_aligned(t) for t in (q, k, v))
     if any(copies):
+        logger().log(CHATTER, "copied first, since rows are not 16-byte aligned: %s",
+                     ", ".join(name for name, copy in zip("qkv", copies, strict=True) if copy))
         return _Call(copies, out_shape, lse_shape, None)
     reach = max(seqlen_q, seqlen_kv)
     left, right = (-1 if side >= reach else side for side in (left, right))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import TEXT, tiny
 
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.source import Source
@@ -20,7 +21,6 @@ from flashgen.errors import PlanError, SpecError
 from flashgen.runtime import build as module
 from flashgen.runtime.build import BuildResult, build_specs
 from flashgen.runtime.cache import STAGING_PREFIX, Cache
-from tiny import TEXT, tiny
 
 
 @dataclass(frozen=True)

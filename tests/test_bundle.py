@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny import FIELDS, tiny_plan, tiny_source
 
 from flashgen.codegen.plan import Param
 from flashgen.errors import BundleError
@@ -18,7 +19,6 @@ from flashgen.runtime.bundle import Bundle, abi_digest, write_bundle
 from flashgen.runtime.cache import Cache
 from flashgen.runtime.entry import Entry
 from flashgen.runtime.selector import Selector, selector, selector_of
-from tiny import FIELDS, tiny_plan, tiny_source
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny import HEADER, TEXT, tiny, tiny_plan, tiny_source
 
 from flashgen.codegen.plan import Constant, Plan
 from flashgen.codegen.source import Source
@@ -25,7 +26,6 @@ from flashgen.errors import CompileError, UnsupportedError
 from flashgen.runtime import cache as module
 from flashgen.runtime.cache import Cache, cache_key
 from flashgen.runtime.entry import FILES, META, Entry
-from tiny import HEADER, TEXT, tiny, tiny_plan, tiny_source
 
 HERE = Path(__file__).parent
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
+from tiny import HEADER, SETMAXNREG_TEXT, SPILL_TEXT, TEXT, tiny, tiny_plan, tiny_source
 
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import CompileError, EnvironmentError_
 from flashgen.runtime import cubin, nvrtc
 from flashgen.runtime.nvrtc import compile_options, compile_source, nvrtc_version, supported_archs
-from tiny import HEADER, SETMAXNREG_TEXT, SPILL_TEXT, TEXT, tiny, tiny_plan, tiny_source
 
 
 def skip_unless_known(target: str) -> None:
