@@ -1,12 +1,14 @@
 """An Explanation as one screen of text."""
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 
 from flashgen.codegen.explain import Explanation
 from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES
 
-BAR_WIDTH = 32
+BAR_WIDTH = 24
+NOTE_WIDTH = 116
 _FULL, _EMPTY = "█", "·"
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
@@ -32,7 +34,7 @@ def bar(first: float, size: float, whole: float) -> str:
 
 
 def _row(label: str, value: str, about: str = "") -> str:
-    return f"  {label:<26}{value:>12}  {about}"
+    return f"  {label:<24}{value:>11}  {about}"
 
 
 def _head(e: Explanation) -> Iterator[str]:
@@ -56,7 +58,7 @@ def _plan(e: Explanation) -> Iterator[str]:
     yield f"  {'slots and flags':<27}{', '.join(words)}"
     yield f"  {'warps':<27}{', '.join(f'{role.name} {role.warps}' for role in plan.roles)}"
     for note in plan.notes:
-        yield f"  {note}"
+        yield from textwrap.wrap(note, NOTE_WIDTH, initial_indent="  ", subsequent_indent="    ")
     built = e.registers is not None
     yield _row("registers per thread", f"{e.registers} of {e.registers_max}" if built else f"<= {e.registers_max}",
                f"{'the cached build' if built else 'not built yet'}; {e.target.regs_per_sm} / ({plan.launch.threads} "
@@ -78,21 +80,22 @@ def _smem(e: Explanation) -> Iterator[str]:
 def _work(e: Explanation) -> Iterator[str]:
     work, tiles = e.work, e.work.tiles
     yield "work"
-    yield _row("query tiles", f"{work.query_tiles}", f"{tiles.query_tiles} * {e.shape.num_heads_q} heads * "
-               f"{e.shape.batch} sequences; {work.waves:.1f} for each block that is resident at once")
+    yield _row("query tiles", f"{work.query_tiles}", f"{tiles.query_tiles} per head * {e.shape.num_heads_q} heads * "
+               f"{e.shape.batch} sequences; {work.waves:.1f} per resident block")
     yield _row("KV tiles per head", f"{tiles.visited}", f"of {work.tiles_full_mask}; {tiles.masked} of them masked")
-    yield _row("FLOPs of visible pairs", si(work.flops, ""), f"2 * (head_dim_qk + head_dim_v) * {si(work.pairs, 'pairs')}")
+    yield _row("FLOPs of visible pairs", si(work.flops, ""),
+               f"2 * (head_dim_qk + head_dim_v) * {si(work.pairs, 'pairs')}")
     yield _row("FLOPs issued", si(work.flops_issued, ""), "whole tiles with their padding"
-               + (f": {work.flops_issued / work.flops:.3g} times as many" if work.flops else ""))
+               + (f", {work.flops_issued / work.flops:.3g} x the visible ones" if work.flops else ""))
 
 
 def _traffic(e: Explanation) -> Iterator[str]:
     t = e.traffic
     yield "device-memory bytes"
     rows = (("standard, three kernels", t.standard, f"write S, read S, write P, read P: {si(t.scores, 'B')}"),
-            ("this kernel asks for", t.kernel, f"k and v once per query tile: {si(t.kv, 'B')}; q, out, lse once"),
-            ("law: N^2 d^2 / M", t.law, f"M = {e.plan.launch.smem_bytes} bytes of shared memory; k and v are "
-             + (f"{t.kv / t.law:.1f} times that" if t.law else "none")),
+            ("this kernel asks for", t.kernel, f"k and v per query tile: {si(t.kv, 'B')}; q, out, lse once"),
+            ("law: N^2 d^2 / M", t.law, f"M = {e.plan.launch.smem_bytes} B of shared memory; k and v: "
+             + (f"{t.kv / t.law:.1f} x that" if t.law else "none")),
             ("each tensor once", t.once, "if L2 serves every further read of k and v"))
     for label, value, about in rows:
         yield _row(label, si(value, "B"), f"{bar(0, value, max(t.standard, 1))}  {about}")
@@ -101,10 +104,11 @@ def _traffic(e: Explanation) -> Iterator[str]:
 def _roofline(e: Explanation) -> Iterator[str]:
     r = e.roofline
     yield f"roofline on {e.target.device.name}"
-    yield _row("arithmetic intensity", f"{r.intensity:.0f}", f"FLOPs issued per byte asked for; both rates meet at {r.balance:.0f}")
-    yield _row("tensor cores", f"{r.tensor_ms:.3f} ms", bar(0, r.tensor_ms, max(r.tensor_ms, r.memory_kernel_ms)))
+    longest = max(r.tensor_ms, r.memory_kernel_ms)
+    yield _row("arithmetic intensity", f"{r.intensity:.0f}",
+               f"FLOPs issued per byte asked for; both rates meet at {r.balance:.0f}")
+    yield _row("tensor cores", f"{r.tensor_ms:.3f} ms", f"{bar(0, r.tensor_ms, longest)}  FLOPs issued")
     yield _row("device memory", f"{r.memory_once_ms:.3f} ms",
-               f"{bar(0, r.memory_once_ms, max(r.tensor_ms, r.memory_kernel_ms))}  each tensor once; "
-               f"{r.memory_kernel_ms:.3f} ms if L2 served nothing")
+               f"{bar(0, r.memory_once_ms, longest)}  each tensor once; {r.memory_kernel_ms:.3f} ms without L2")
     need = f", if L2 serves {100 * r.l2_share:.0f} % of the k and v bytes" if r.l2_share > 0.005 else ""
     yield f"  bound: {r.bound}, {r.ms:.3f} ms = {r.tflops:.0f} TFLOP/s of visible pairs{need}"

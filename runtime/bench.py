@@ -181,8 +181,8 @@ class Timer(Protocol):
         """Prepares (captures, warms up) `calls`, one per set of inputs; the Run times them."""
 
 
-class Refused(Exception):
-    """A peer does not serve a case; the text says why."""
+class Refused(UnsupportedError):
+    """An implementation does not serve a case; `what` says why."""
 
 
 def sets_needed(bytes_per_set: int, l2_bytes: int) -> int:
@@ -193,7 +193,8 @@ def sets_needed(bytes_per_set: int, l2_bytes: int) -> int:
 def interleave(runs: Mapping[str, Run], rounds: int = ROUNDS, warmup: int = WARMUP_ROUNDS) -> dict[str, float]:
     """Median ms per call of each. Every round times each once, beginning with another one, so that slow changes of
     clock and temperature meet all of them alike."""
-    names, times = list(runs), {name: [] for name in runs}  # type: dict[str, list[float]]
+    names = list(runs)
+    times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(warmup + rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
@@ -206,11 +207,15 @@ def interleave(runs: Mapping[str, Run], rounds: int = ROUNDS, warmup: int = WARM
 def row_of(case: Case, variant: str, medians: Mapping[str, float], refused: Mapping[str, str]) -> dict[str, Any]:
     """A row of the results. `ratio` is our speed over the best peer's, None without a peer."""
     ours = medians[OURS]
-    peers = {name: round(ms, 5) for name, ms in medians.items() if name != OURS}
-    return {"case": {**asdict(case), "window": list(case.window), "variant": variant}, "ours_ms": round(ours, 5),
-            "peers": peers, "refused": dict(refused), "tflops": round(case.flops / ours / 1e9, 2),
-            "gbps": round(case.bytes / ours / 1e6, 1),
-            "ratio": round(min(peers.values()) / ours, 4) if peers else None}
+    peers = {name: _digits(ms) for name, ms in medians.items() if name != OURS}
+    return {"case": {**asdict(case), "window": list(case.window), "variant": variant}, "ours_ms": _digits(ours),
+            "peers": peers, "refused": dict(refused), "tflops": _digits(case.flops / ours / 1e9),
+            "gbps": _digits(case.bytes / ours / 1e6), "ratio": _digits(min(peers.values()) / ours) if peers else None}
+
+
+def _digits(value: float) -> float:
+    """Five significant ones: more than two runs share."""
+    return float(f"{value:.5g}")
 
 
 def geomeans(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -302,5 +307,5 @@ def _measure(device: Device, case: Case, spec: Spec, peers: Sequence[str], round
         try:
             runs[name] = device.timer([*device.peer(name, case, inputs)] * repeats)
         except Refused as err:
-            refused[name] = str(err)
+            refused[name] = err.what
     return row_of(case, f"{spec.variant}.{spec.arch}", interleave(runs, rounds), refused)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import math
@@ -91,7 +92,8 @@ class CudaDevice:
 
     def ours(self, case: Case, spec: Spec, inputs: Sequence[Inputs]) -> Sequence[Call]:
         def call(x: Inputs) -> Call:
-            return lambda: flashgen.attention(x.q, x.k, x.v, causal=case.causal, window=case.window, spec=spec, out=x.out)
+            return lambda: flashgen.attention(x.q, x.k, x.v, causal=case.causal, window=case.window, spec=spec,
+                                              out=x.out)
 
         calls = [call(x) for x in inputs]
         calls[0]()
@@ -101,18 +103,15 @@ class CudaDevice:
 
     def peer(self, name: str, case: Case, inputs: Sequence[Inputs]) -> Sequence[Call]:
         """Refused, with the peer's own words, if it does not serve the case."""
-        def call(x: Inputs) -> Call:
-            return lambda: function(x)
-
         try:
-            function = PEERS[name][1](case)
-            function(inputs[0])
+            attend = PEERS[name][1](case)
+            attend(inputs[0])
             torch.cuda.synchronize()
         except Refused:
             raise
         except Exception as err:  # whatever a library raises for a shape it does not take
-            raise Refused(f"{type(err).__name__}: {str(err).strip().splitlines()[0] if str(err).strip() else ''}") from err
-        return [call(x) for x in inputs]
+            raise Refused(f"{type(err).__name__}: {str(err).strip().partition(chr(10))[0]}") from err
+        return [functools.partial(attend, x) for x in inputs]
 
     def timer(self, calls: Sequence[Call]) -> Run:
         return self._timer(calls)
@@ -140,9 +139,12 @@ def graph_timer(calls: Sequence[Call]) -> Run:
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except Exception as err:  # whatever a library raises where it waits for the device or allocates by itself
+        raise Refused(f"cannot be captured in a CUDA graph: {err}", next="--timer events") from err
     return _long_enough(graph.replay, len(calls))
 
 
@@ -204,7 +206,7 @@ def _sdpa(backend: str) -> Prepare:
     return prepare
 
 
-def _flex(case: Case) -> Callable[[Inputs], object]:
+def _flex(case: Case, device: str = "cuda") -> Callable[[Inputs], object]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     shift, (left, right) = case.seqlen_kv - case.seqlen_q, case.window
@@ -217,7 +219,7 @@ def _flex(case: Case) -> Callable[[Inputs], object]:
 
     torch.compiler.reset()  # past its limit of recompilations it would turn to an eager path without a word
     masked = case.causal or case.window != (-1, -1)
-    mask = create_block_mask(visible, None, None, case.seqlen_q, case.seqlen_kv, device="cuda") if masked else None
+    mask = create_block_mask(visible, None, None, case.seqlen_q, case.seqlen_kv, device=device) if masked else None
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     return lambda x: compiled(*x.heads_first, block_mask=mask, enable_gqa=case.num_heads_q != case.num_heads_kv)
 
@@ -247,15 +249,15 @@ OVERHEAD_CALLS = 200   # between two waits: fewer than a stream queues before th
 OVERHEAD_ROUNDS = 25
 
 
-def measure_overhead(spec: Spec | str | None = None) -> dict[str, float]:
+def measure_overhead() -> dict[str, float]:
     """Microseconds of host time per warm call on a tiny problem, medians: our call with and without `out`, and an empty
     torch op that was defined in the same way and takes the same arguments."""
     inputs = CudaDevice().inputs(Case(1, 16, 16, 1, 1, 64, 64), 1)[0]
     q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
     with _empty_op() as empty:
         calls: dict[str, Call] = {
-            "attention_us": lambda: flashgen.attention(q, k, v, spec=spec),
-            "attention_out_us": lambda: flashgen.attention(q, k, v, spec=spec, out=out),
+            "attention_us": lambda: flashgen.attention(q, k, v),
+            "attention_out_us": lambda: flashgen.attention(q, k, v, out=out),
             "empty_op_us": lambda: empty(q, k, v, None, None, 0, -1, -1, 0.125, "", out=out),
         }
         return host_us(calls, torch.cuda.synchronize)

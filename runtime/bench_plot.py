@@ -43,7 +43,7 @@ def draw(results: Mapping[str, Any], path: Path) -> Path:
     axes.set_xticks(range(len(labels)), [label.replace(" B", "\nB").replace(" S", "\nS", 1) for label in labels],
                     fontsize=8)
     axes.set_ylabel("TFLOP/s of visible pairs")
-    axes.set_title(f"{results['gpu']}, {results['date'][:10]}", fontsize=10)
-    axes.legend(ncols=len(bars), fontsize=8)
+    axes.set_title(f"{results['gpu']}, {results['date'][:10]}", fontsize=10, loc="left")
+    figure.legend(loc="outside upper right", ncols=len(bars), fontsize=8)
     figure.savefig(path, dpi=120)
     return path

@@ -124,7 +124,8 @@ def _ninja() -> Iterator[Finding]:
         version = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=CHILD_LIMIT_S,
                                  check=True).stdout.strip()
     except (ImportError, OSError, subprocess.SubprocessError) as err:
-        yield Finding("ninja", "warn", f"{err}; variants build one at a time only", "pip install --force-reinstall ninja")
+        yield Finding("ninja", "warn", f"{err}; only one variant at a time can be built",
+                      "pip install --force-reinstall ninja")
     else:
         yield Finding("ninja", "ok", f"{version}, {program}")
 
@@ -177,7 +178,7 @@ def _bundles() -> Iterator[Finding]:
         try:
             selectors = Bundle.load(path).selectors()
         except FlashgenError as err:
-            yield Finding("bundles", "fail", f"{path}: {err.what}", err.next or "take it off FLASHGEN_BUNDLE_PATH", "run")
+            yield Finding("bundles", "fail", f"{path}: {err.what}", err.next, "run")
         else:
             archs = ", ".join(sorted({selector.arch for selector in selectors}))
             yield Finding("bundles", "ok", f"{path}: {len(selectors)} kernels for {archs}")
@@ -196,7 +197,7 @@ def _driver() -> Iterator[Finding]:
         return
     yield Finding("driver", "ok", f"{found['driver'] or 'version unknown'}, for CUDA up to {found['cuda']}")
     if not found["devices"]:
-        yield Finding("device", "fail", "the driver sees no device", "CUDA_VISIBLE_DEVICES must not hide them all", "run")
+        yield Finding("device", "fail", "the driver sees no device", "CUDA_VISIBLE_DEVICES must not hide it", "run")
     served = 0
     for index, (name, cc) in enumerate(found["devices"]):
         targets = [target for target, row in TARGETS.items() if row.runs_on(cc)]
@@ -271,8 +272,8 @@ def _ask(question: str) -> dict[str, Any]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-m", "flashgen.runtime.doctor", "--ask", question]
     try:
-        child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=CHILD_LIMIT_S, env=env,
-                               check=False)
+        child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=CHILD_LIMIT_S,
+                               env=env, check=False)
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {CHILD_LIMIT_S:.0f} s", "next": ""}
     try:

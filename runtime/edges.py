@@ -68,3 +68,25 @@ def company_problem(spec: Spec, tile_m: int, mask: Mask, seed: int) -> Problem:
         seqlen = (2 * tile_m + 5, 1, tile_m - 1)
     return Problem(3, seqlen, seqlen, 6, 2, spec.head_dim_qk, spec.head_dim_v, causal=mask[0], window=mask[1],
                    dtype=spec.dtype, seed=seed)
+
+
+def emulated_masks(spec: Spec) -> tuple[Mask, ...]:
+    """Fewer of them, with every loop and both alignments."""
+    return masks(spec) if not spec.window else (
+        (False, (0, 0)), (False, (17, 64)), (False, (-1, 3)), (True, (33, -1)), ("top_left", (7, 2)))
+
+
+def emulated_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, seed: int) -> Iterator[Problem]:
+    """As few blocks as reach every branch: three trips round the ring, tiles that are first, last, whole, masked,
+    ragged and empty, blocks without a key, and sequences without a query."""
+    pairs = ((tile_m // 2 + 3, 3 * num_stages * tile_n + 1), (2 * tile_m, tile_n - 1), (0, 5), (1, 0))
+    scales = cycle(SCALES)
+    for mask in emulated_masks(spec):
+        if spec.kv_layout == "dense":
+            calls = [(1, *pairs[0], (1, 1), 0), (2, *pairs[1], (2, 1), 0), (1, *pairs[3], (1, 1), 0)]
+        else:
+            calls = [(len(pairs), tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), (2, 1), 3)]
+        for batch, seqlen_q, seqlen_kv, (num_heads_q, num_heads_kv), tail in calls:
+            yield Problem(batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, spec.head_dim_qk, spec.head_dim_v,
+                          causal=mask[0], window=mask[1], dtype=spec.dtype, softmax_scale=next(scales), tail=tail,
+                          seed=seed)

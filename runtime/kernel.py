@@ -47,16 +47,25 @@ class Kernel:
         return Launcher(self, values)
 
 
+def pointer_names(plan: Plan) -> list[str]:
+    """The parameters that are pointers, in the plan's order."""
+    return [p.name for p in plan.params if CTYPES[p.ctype].code == "Q"]
+
+
+def pack_params(plan: Plan, values: Mapping[str, int | float]) -> bytes:
+    """The parameter block with null pointers. `values`: every other parameter."""
+    pointers = set(pointer_names(plan))
+    return struct.pack(plan.params_format(), *(0 if p.name in pointers else values[p.name] for p in plan.params))
+
+
 class Launcher:
     """One kernel with all arguments but its pointers fixed. Not for two threads at once: they would share the bytes."""
 
     def __init__(self, kernel: Kernel, values: Mapping[str, int | float]) -> None:
         """`values`: every parameter of the plan that is not a pointer, and `grid_x`."""
         plan, config = kernel.plan, api().CUlaunchConfig()
-        params = [p for p in plan.params]
-        pointers = [p.name for p in params if CTYPES[p.ctype].code == "Q"]
-        assert [p.name for p in params[:len(pointers)]] == pointers, "pointers come first in every plan"
-        packed = struct.pack(plan.params_format(), *(0 if p.name in pointers else values[p.name] for p in params))
+        packed, pointers = pack_params(plan, values), pointer_names(plan)
+        assert [p.name for p in plan.params[:len(pointers)]] == pointers, "pointers come first in every plan"
         self._buffer = ctypes.create_string_buffer(packed, len(packed))
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
         self._arguments_address = ctypes.addressof(self._arguments)
@@ -66,15 +75,13 @@ class Launcher:
         config.sharedMemBytes = plan.launch.smem_bytes
         self._config, self._kernel, self._function = config, kernel, kernel.function
         self._launch, self._success = api().cuLaunchKernelEx, api().CUresult.CUDA_SUCCESS
-        self._stream_type, self._streams = api().CUstream, {}  # type: ignore[var-annotated]
+        self._stream_type, self._stream = api().CUstream, -1
 
     def __call__(self, stream: int, *pointers: int) -> None:
         """Launch on `stream` (a CUstream as an int). `pointers` in the plan's order. DriverError if it is refused."""
         self._pack_pointers(self._buffer, 0, *pointers)
-        handle = self._streams.get(stream)
-        if handle is None:
-            handle = self._streams[stream] = self._stream_type(stream)
-        self._config.hStream = handle
+        if stream != self._stream:
+            self._config.hStream, self._stream = self._stream_type(stream), stream
         (status,) = self._launch(self._config, self._function, self._arguments_address, 0)
         if status != self._success:
             check((status,), f"launch of {self._kernel.plan.kernel_name}")

@@ -10,6 +10,7 @@ import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.codegen.target import TARGETS
@@ -20,7 +21,12 @@ from flashgen.runtime.driver import device_facts
 from flashgen.runtime.kernel import Kernel
 from flashgen.runtime.selector import Selector, selector
 
+if TYPE_CHECKING:
+    from flashgen.runtime.emulator.kernel import EmulatedKernel
+
 MAX_HEAD_DIM = 256
+EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
+EMULATED_FIRST = "sm_90"  # the target whose kernels are emulated where the call leaves a choice
 DEFAULT_SPEC = "fa2_fwd"  # what new variants (head dims that no spec ships) are named after
 
 
@@ -44,7 +50,7 @@ class Registry:
     def __init__(self) -> None:
         self._bundles: list[Bundle] | None = None
         self._specs: dict[str, tuple[Spec, ...]] = {}
-        self._kernels: dict[tuple[Wanted, int], Kernel] = {}
+        self._kernels: dict[tuple[Wanted, int], Kernel | EmulatedKernel] = {}
         self._lock = threading.Lock()
         self.generation = 0  # changes when what was memoised elsewhere may no longer be the first choice
 
@@ -78,8 +84,8 @@ class Registry:
             self._specs[handle] = load_specs(_spec_path(handle)).specs
         return self._specs[handle]
 
-    def kernel(self, wanted: Wanted, device_index: int) -> Kernel:
-        """The kernel for a call on cuda:<device_index>, whose context is current.
+    def kernel(self, wanted: Wanted, device_index: int) -> Kernel | EmulatedKernel:
+        """The kernel for a call on cuda:<device_index>, whose context is current, or on the EMULATED one.
 
         Raises UnsupportedError where none can serve it (or none may be compiled), and what building it raises.
         """
@@ -89,11 +95,16 @@ class Registry:
                 found = self._kernels.get((wanted, device_index))
                 if found is None:
                     found = self._find(wanted, device_index)
-                    logger().debug("%s on cuda:%d is served by %s", _asked(wanted), device_index, found.plan.kernel_name)
+                    logger().debug("%s: served by %s on cuda:%d", _asked(wanted), found.plan.kernel_name, device_index)
                     self._kernels[wanted, device_index] = found
         return found
 
-    def _find(self, wanted: Wanted, device_index: int) -> Kernel:
+    def _find(self, wanted: Wanted, device_index: int) -> Kernel | EmulatedKernel:
+        if device_index == EMULATED:
+            archs = sorted(TARGETS, key=lambda arch: arch != EMULATED_FIRST)
+            spec = _matching(self._variants(wanted.spec), wanted, archs) if wanted.spec else shipped_variant(
+                wanted, archs)
+            return _emulated(spec)
         archs = archs_for(device_facts(device_index).cc)
         if wanted.spec:
             return _compiled(_matching(self._variants(wanted.spec), wanted, archs), device_index)
@@ -201,6 +212,15 @@ def _compiled(spec: Spec, device_index: int) -> Kernel:
     plan = lower(spec)
     entry = default_cache().get_or_build(plan, render(plan))
     return Kernel(entry.plan, entry.cubin.image, device_index)
+
+
+def _emulated(spec: Spec) -> EmulatedKernel:
+    from flashgen.codegen.lower import lower
+    from flashgen.codegen.render import render
+    from flashgen.runtime.emulator.kernel import EmulatedKernel
+
+    plan = lower(spec)
+    return EmulatedKernel(plan, render(plan))
 
 
 @functools.cache

@@ -8,6 +8,7 @@ shapes, strides and options, and memoised per thread.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +19,11 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
 from flashgen.runtime.kernel import Launcher, fa2_values
-from flashgen.runtime.lookup import Wanted, registry
+from flashgen.runtime.lookup import EMULATED, Wanted, registry
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
+    from flashgen.runtime.emulator.kernel import EmulatedLauncher
 
 ALIGNMENT_BYTES = 16       # one cp.async
 MAX_LENGTH = 2**30         # sums of two positions and a window stay within 32 bits
@@ -39,7 +41,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
     Args:
         q: [batch, seqlen_q, num_heads_q, head_dim_qk], or with cu_seqlens_* [total_q, num_heads_q, head_dim_qk];
-            bf16 or fp16, on a CUDA device. Head dims are multiples of 8 up to 256.
+            bf16 or fp16, on a CUDA device, or on the CPU, where the kernels run emulated. Head dims are multiples of 8 up to 256.
         k: [batch, seqlen_kv, num_heads_kv, head_dim_qk] or [total_kv, ...]. num_heads_q is a multiple of num_heads_kv;
             query head h reads kv head h // (num_heads_q // num_heads_kv).
         v: as k with head_dim_v columns.
@@ -69,9 +71,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise UnsupportedError("a gradient is asked for, and flashgen has no backward kernel yet", where="q, k, v",
                                allowed="inputs without requires_grad", next="call it under torch.no_grad()")
-    if not q.is_cuda:
-        raise UnsupportedError(f"q is on {q.device}", where="q", allowed="tensors on a CUDA device",
-                               next="q.cuda(); flashgen.explain describes the kernel without a GPU")
+    if not (q.is_cuda or q.is_cpu):
+        raise UnsupportedError(f"q is on {q.device}", where="q", allowed="tensors on a CUDA device, or on the CPU, where "
+                               "kernels run emulated")
+    if q.is_cuda and os.environ.get("FLASHGEN_DEVICE", "cuda") == "cpu":
+        return _on_cpu(q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, return_lse=return_lse,
+                       cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, out=out, spec=spec)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     options = (cu_seqlens_q, cu_seqlens_kv, CAUSAL_CODES[causal], window[0], window[1], scale,
                "" if spec is None else registry.spec_handle(spec))
@@ -86,6 +91,17 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     return out
 
 
+def _on_cpu(*tensors, out, **options):  # type: ignore[no-untyped-def]
+    """The call with everything on the CPU, and its result back where the arguments are."""
+    device = tensors[0].device
+    options = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    result = attention(*(t.cpu() for t in tensors), **options)
+    results = [t.to(device) for t in (result if isinstance(result, tuple) else (result,))]
+    if out is not None:
+        results[0] = out.copy_(results[0])
+    return tuple(results) if options["return_lse"] else results[0]
+
+
 def _nobody_listens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether going through the dispatcher would do nothing but cost time: plain tensors, and no mode that wants to see
     or replace the op (fake tensors, tracing, profiling by dispatch)."""
@@ -96,11 +112,12 @@ def _nobody_listens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 class _Call:
     """All that one combination of shapes, strides and options fixes: copies to make, what to allocate, the launch."""
 
-    __slots__ = ("copies", "generation", "launcher", "lse_shape", "out_shape")
+    __slots__ = ("copies", "generation", "launcher", "lse_shape", "out_like_q", "out_shape")
 
     def __init__(self, copies: tuple[bool, ...] | None, out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
-                 launcher: Launcher | None) -> None:
+                 launcher: Launcher | None, out_like_q: bool = False) -> None:
         self.copies, self.out_shape, self.lse_shape, self.launcher = copies, out_shape, lse_shape, launcher
+        self.out_like_q = out_like_q
         self.generation = registry.generation
 
 
@@ -136,9 +153,12 @@ def _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse):
                    for t, copy in zip((q, k, v), call.copies, strict=True))
         return _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse)
     if out is None:
-        out = q.new_empty(call.out_shape)
+        out = torch.empty_like(q) if call.out_like_q else q.new_empty(call.out_shape)  # the first is faster
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if want_lse else None
     if call.launcher is None:  # nothing to compute
+        return out, lse
+    if device_index < 0:
+        call.launcher(q=q, k=k, v=v, out=out, lse=lse, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
         return out, lse
     pointers = [q_pointer, k_pointer, v_pointer, out.data_ptr(), 0 if lse is None else lse.data_ptr()]
     if cu_q is not None:
@@ -176,17 +196,21 @@ def _prepare(  # type: ignore[no-untyped-def]
                     "varlen" if varlen else "dense", want_lse, spec)
     if 0 in out_shape:
         return _Call(None, out_shape, lse_shape, None)
-    with torch.cuda.device(q.device):
-        torch.cuda.current_stream()  # makes this thread's context torch's
-        kernel = registry.kernel(wanted, q.device.index)
+    if q.is_cpu:
+        kernel = registry.kernel(wanted, EMULATED)
+    else:
+        with torch.cuda.device(q.device):
+            torch.cuda.current_stream()  # makes this thread's context torch's
+            kernel = registry.kernel(wanted, q.device.index)
     axes = ("row", "head") if varlen else ("batch", "row", "head")
     row_layout = out if out is not None else _Contiguous(out_shape)
     strides = {f"{name}_{axis}_stride": stride for name, t in (("q", q), ("k", k), ("v", v), ("out", row_layout))
                for axis, stride in zip(axes, _strides(t), strict=True)}
     values = fa2_values(kernel.plan, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
-                        num_heads_kv=num_heads_kv, softmax_scale=scale, top_left=causal == 2, window=(left, 0 if causal else right),
-                        strides=strides)
-    return _Call(None, out_shape, lse_shape, kernel.launcher(values))
+                        num_heads_kv=num_heads_kv, softmax_scale=scale, top_left=causal == 2,
+                        window=(left, 0 if causal else right), strides=strides)
+    out_like_q = out_shape == q.shape and q.is_contiguous()
+    return _Call(None, out_shape, lse_shape, kernel.launcher(values), out_like_q)
 
 
 class _Contiguous:
@@ -306,6 +330,7 @@ for _name, _function, _fake in (
     ("attention_out_lse", _attention_out_lse, lambda q, k, v, cu_q, *_, out: _fake_lse(q, cu_q)),
 ):
     _library.impl(_name, _function, "CUDA")
+    _library.impl(_name, _function, "CPU")
     torch.library.register_fake(f"flashgen::{_name}", _fake, lib=_library)
 
 _attention_op = torch.ops.flashgen.attention.default

@@ -5,6 +5,7 @@ Works through `flashgen.attention(..., spec=...)`, so lookup, launch and argumen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import EnvironmentError_, FlashgenError, UnsupportedError
 from flashgen.runtime.compare import Accuracy, check, check_bits
-from flashgen.runtime.edges import company_problem, edge_problems, masks
+from flashgen.runtime.edges import company_problem, edge_problems, emulated_problems, masks
+from flashgen.runtime.emulator.schedule import POLICIES, Schedule, scheduled
 from flashgen.runtime.problem import Inputs, Problem
 
 NAN = float("nan")
@@ -39,16 +41,19 @@ class Result:
 
 
 def verify_spec(specs: Iterable[Spec], *, seed: int = 0, problems: Sequence[Problem] | None = None,
-                progress: Callable[[int, int, str], None] | None = None, path: str = "") -> list[Result]:
+                progress: Callable[[int, int, str], None] | None = None, path: str = "",
+                emulate: bool = False) -> list[Result]:
     """Check every spec that runs on the current device; a failure becomes a row with ok = False, not an exception.
+
+    With `emulate`, check all of them on the CPU, each on fewer blocks and under every policy of the emulator.
 
     `problems` replaces the edge problems that are built from each variant's tiles (the identities are then left out).
     `progress(done, total, variant)` is called before each variant and once at the end. `path` is the spec file for the
     rerun command. Raises EnvironmentError_ without a CUDA device, UnsupportedError if no spec is for this device.
     """
-    device, cc = current_device()
     specs = list(specs)
-    chosen = [spec for spec in specs if TARGETS[spec.arch].runs_on(cc)]
+    device, cc = ("cpu", 0) if emulate else current_device()
+    chosen = [spec for spec in specs if emulate or TARGETS[spec.arch].runs_on(cc)]
     if not chosen:
         raise UnsupportedError(f"no variant of this spec runs on compute capability {cc / 10}", where=path,
                                allowed=", ".join(sorted({spec.arch for spec in specs})) or "an empty list of specs",
@@ -57,7 +62,7 @@ def verify_spec(specs: Iterable[Spec], *, seed: int = 0, problems: Sequence[Prob
     for done, spec in enumerate(chosen):
         if progress:
             progress(done, len(chosen), spec.variant)
-        results += _verify_variant(Subject(spec, device, seed, path), problems)
+        results += _verify_variant(Subject(spec, device, seed, path, emulate), problems)
     if progress:
         progress(len(chosen), len(chosen), "")
     return results
@@ -82,10 +87,18 @@ class Subject:
     device: str
     seed: int = 0
     path: str = ""
+    emulated: bool = False
 
     @property
     def rerun(self) -> str:
-        return f"flashgen verify {self.path or self.spec.name} --variant {self.spec.variant} --seed {self.seed}"
+        return (f"flashgen verify {self.path or self.spec.name} --variant {self.spec.variant} --seed {self.seed}"
+                + (f" --emulate --arch {self.spec.arch}" if self.emulated else ""))
+
+    def schedules(self) -> Sequence[AbstractContextManager[None]]:
+        """What to run one problem under: twice the same on a device, each policy once on the emulator."""
+        if not self.emulated:
+            return nullcontext(), nullcontext()
+        return tuple(scheduled(Schedule(policy, self.seed)) for policy in POLICIES)
 
     def label(self, problem: Problem) -> str:
         return f"{self.spec.variant}.{self.spec.arch}, seed {self.seed}, {problem}"
@@ -118,10 +131,10 @@ def _verify_variant(subject: Subject, problems: Sequence[Problem] | None) -> Ite
         yield Result(spec.variant, spec.arch, "lower", "", False, message=str(error))
         return
     tile_m, tile_n, num_stages = (plan.constant(name) for name in ("BLOCK_M", "BLOCK_N", "NUM_STAGES"))
-    edges = edge_problems(spec, tile_m, tile_n, num_stages, subject.seed) if problems is None else problems
-    for problem in edges:
+    made = (emulated_problems if subject.emulated else edge_problems)(spec, tile_m, tile_n, num_stages, subject.seed)
+    for problem in made if problems is None else problems:
         yield _row(subject, "reference", against_reference, problem)
-    if problems is None:
+    if problems is None and not subject.emulated:
         for mask in masks(spec):
             problem = company_problem(spec, tile_m, mask, subject.seed)
             for name, identity in IDENTITIES.items():
@@ -140,11 +153,15 @@ def _row(subject: Subject, name: str, test: Callable[[Subject, Problem], Accurac
 
 
 def against_reference(subject: Subject, problem: Problem) -> Accuracy:
-    """The accuracy contract, and the same bits from a second call."""
+    """The accuracy contract, and the same bits from every run."""
     inputs = problem.make_inputs(subject.device)
-    out, lse = subject.run(inputs)
-    again = subject.run(inputs)
-    _same(subject, problem, "second call", again, (out, lse))
+    results = []
+    for schedule in subject.schedules():
+        with schedule:
+            results.append(subject.run(inputs))
+    out, lse = results[0]
+    for again in results[1:]:
+        _same(subject, problem, "another run", again, (out, lse))
     return check(out, lse, inputs, label=subject.label(problem), rerun=subject.rerun)
 
 

@@ -17,8 +17,8 @@ def _exit_codes() -> str:
         if isinstance(kind, type) and issubclass(kind, errors.FlashgenError):
             codes.setdefault(kind.exit_code, []).append(kind.__name__.rstrip("_"))
     rows = [f"{code} {' or '.join(names)}" for code, names in sorted(codes.items())]
-    return ("Exit codes: 0 success; " + "; ".join(rows) + ". A bad command line is 2, a build with failures 5, a failed "
-            "verification 7. Every command takes --json: one JSON document on standard output, errors included.")
+    return ("Exit codes: 0 success; " + "; ".join(rows) + ". A bad command line is 2, a build with failures 5, a "
+            "failed verification 7. Every command takes --json: one JSON document on standard output, errors included.")
 
 
 app = typer.Typer(name="flashgen", no_args_is_help=True, add_completion=False, rich_markup_mode=None,

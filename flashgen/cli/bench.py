@@ -22,10 +22,11 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
-          peers: Annotated[str, typer.Option("--peers", metavar="NAMES", help="Comma-separated; '' for none.")] = ALL_PEERS,
+          peers: Annotated[str, typer.Option("--peers", metavar="NAMES", help="Comma-separated; '' for none.")] = (
+              ALL_PEERS),
           problem_grid: Annotated[str | None, typer.Option("--problem-grid", metavar="GRID", help=(
-              "A YAML file, or text such as '{batch: 2, num_heads_q: 16, head_dim_qk: 128, seqlen_q: [2048, 8192]}'; by "
-              "default benchmarks/grids/<family>_<pass>.yaml."))] = None,
+              "A YAML file, or text such as '{batch: 2, num_heads_q: 16, head_dim_qk: 128, seqlen_q: [2048, 8192]}'; "
+              "by default benchmarks/grids/<family>_<pass>.yaml."))] = None,
           rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Timings behind each median.")] = 15,
           timer: Annotated[str, typer.Option("--timer", help="graph (CUDA graph replay) or events.")] = "graph",
           overhead: Annotated[bool, typer.Option("--overhead", help="Host time per call instead.")] = False,
@@ -69,7 +70,8 @@ def tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
     from flashgen.runtime.bench import geomeans
 
     names = [name for name in peers if name not in results["absent"]]
-    rows = [(row["case"]["variant"], f"B{row['case']['batch']} H{row['case']['num_heads_q']} S{row['case']['seqlen_q']}",
+    rows = [(row["case"]["variant"],
+             f"B{row['case']['batch']} H{row['case']['num_heads_q']} S{row['case']['seqlen_q']}",
              f"{row['ours_ms']:.4f}", f"{row['tflops']:.0f}", f"{row['gbps']:.0f}",
              *(f"{row['peers'][name]:.4f}" if name in row["peers"] else "refused" for name in names),
              "" if row["ratio"] is None else f"{row['ratio']:.3f}") for row in results["rows"]]

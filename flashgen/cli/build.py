@@ -82,8 +82,8 @@ def _rows(results: list[BuildResult]) -> list[str | Table]:
     variant, arch, registers, spills, smem, code, seconds, state = _cells(results[0])
     if results[0].error:
         return []
-    return [f"{variant}.{arch}: {state} in {seconds} s\n  {registers} registers, {spills} spilled bytes, {smem} bytes of "
-            f"shared memory, {code} bytes of code"]
+    return [f"{variant}.{arch}: {state} in {seconds} s",
+            f"  {registers} registers, {spills} spilled bytes, {smem} bytes of shared memory, {code} bytes of code"]
 
 
 def _errors(failed: list[BuildResult]) -> list[str]:

@@ -18,7 +18,8 @@ DAY_S = 86400.0
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and trim the cache of compiled kernels.")
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                        help="Show and trim the cache of compiled kernels.")
     command(group, ls)
     command(group, prune)
     command(group, clear)

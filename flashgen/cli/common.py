@@ -20,8 +20,6 @@ from flashgen.errors import FlashgenError, SpecError
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
 
-PIPED_WIDTH = 250  # of a table that no terminal shows: wide enough never to cut a name
-
 SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="A spec file, or the name of a shipped one.")]
 SpecArguments = Annotated[list[str], typer.Argument(metavar="SPEC...", help="Spec files, or names of shipped ones.")]
 Archs = Annotated[list[str] | None, typer.Option("--arch", metavar="ARCH", help="Only this target; may be repeated.")]
@@ -36,18 +34,27 @@ class Table:
     rows: Sequence[Sequence[object]]
 
     def show(self) -> None:
-        from rich import box  # 40 ms, so only where a table is wanted
+        """On a terminal as wide as that is; else plain columns, one line per row, for grep and awk."""
+        names = [column.removeprefix(">") for column in self.columns]
+        right = [column.startswith(">") for column in self.columns]
+        cells = [names, *([str(cell) for cell in row] for row in self.rows)]
+        if not sys.stdout.isatty():
+            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+            for row in cells:
+                print("  ".join(f"{cell:{'>' if r else '<'}{width}}"
+                                for cell, r, width in zip(row, right, widths, strict=True)).rstrip())
+            return
+        from rich import box  # tens of milliseconds, so only where its work is seen
         from rich.console import Console
         from rich.table import Table as RichTable
         from rich.text import Text
 
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for column in self.columns:
-            table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left",
-                             overflow="fold")
-        for row in self.rows:
-            table.add_row(*(Text(str(cell)) for cell in row))
-        Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
+        for name, r in zip(names, right, strict=True):
+            table.add_column(name, justify="right" if r else "left", overflow="fold")
+        for row in cells[1:]:
+            table.add_row(*map(Text, row))
+        Console().print(table)
 
 
 @dataclass(frozen=True)
@@ -99,8 +106,8 @@ def select(files: Sequence[str], archs: Sequence[str] | None = None, variants: S
     present = sorted({spec.arch for spec in specs})
     for arch in archs or ():
         if arch not in present:
-            raise SpecError(f"{arch} is not among the targets of {', '.join(files)}" if arch in TARGETS else
-                            f"no target {arch}", where="--arch", allowed=", ".join(present), nearest=_near(arch, present))
+            what = f"{arch} is not among the targets of {', '.join(files)}" if arch in TARGETS else f"no target {arch}"
+            raise SpecError(what, where="--arch", allowed=", ".join(present), nearest=_near(arch, present))
     for glob in variants or ():
         if not any(_matches(spec, glob) for spec in specs):
             names = sorted({spec.variant for spec in specs})

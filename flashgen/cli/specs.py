@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,7 +29,7 @@ def list_(spec: Annotated[str | None, typer.Argument(metavar="[SPEC]", help="Lis
         return _variants(select([spec], arch, variant))
     if arch or variant:
         raise typer.BadParameter("--arch and --variant need a SPEC")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for path in shipped_spec_paths():
         specs = load_specs(path).specs
         first = specs[0]
@@ -57,8 +57,7 @@ def _unique(values: Iterable) -> list:
 
 
 def schema(out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it there.")] = None,
-           docs: Annotated[bool, typer.Option("--docs", help="The page specs/README.md in place of the schema.")] = False,
-           ) -> Output:
+           docs: Annotated[bool, typer.Option("--docs", help="The page specs/README.md instead.")] = False) -> Output:
     """Print the JSON schema of spec files for editors, or the page that documents their fields."""
     from flashgen.codegen.spec import fields_markdown, json_schema
 

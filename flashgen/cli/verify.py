@@ -21,19 +21,28 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
-           seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the random inputs.")] = 0) -> Output:
+           seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the random inputs.")] = 0,
+           emulate: Annotated[bool, typer.Option(
+               "--emulate", help="On the CPU, under the race checker; any target.")] = False,
+           seeds: Annotated[int, typer.Option(
+               "--seeds", metavar="N", min=1, help="How many seeds, from --seed on.")] = 1) -> Output:
     """Check every variant for this machine's GPU against an fp64 reference. Exit code 7 if one fails."""
     specs = select([spec], arch, variant)
     try:
         from flashgen.runtime.verify import verify_spec
     except ImportError as err:
         raise EnvironmentError_(f"torch cannot be imported: {err}", next="flashgen doctor") from err
-    with progress("verifying", len(specs)) as step:
-        results = verify_spec(specs, seed=seed, path=spec, progress=lambda done, total, name: step(done, name))
+    results: list[Result] = []
+    for one in range(seed, seed + seeds):
+        with progress(f"verifying, seed {one}", len(specs)) as step:
+            results += verify_spec(specs, seed=one, path=spec, emulate=emulate,
+                                   progress=lambda done, total, name: step(done, name))
     failures = [result for result in results if not result.ok]
-    data = {"seed": seed, "checks": len(results), "failed": len(failures), "results": [asdict(r) for r in results]}
+    data = {"seed": seed, "seeds": seeds, "emulated": emulate, "checks": len(results), "failed": len(failures),
+            "results": [asdict(r) for r in results]}
+    seeds_text = f"seed {seed}" + (f" to {seed + seeds - 1}" if seeds > 1 else "")
     return Output(data, [_table(results), *_failures(failures),
-                         f"{len(results)} checks, {len(failures)} failed; seed {seed}"],
+                         f"{len(results)} checks, {len(failures)} failed; {seeds_text}"],
                   VerifyError.exit_code if failures else 0)
 
 

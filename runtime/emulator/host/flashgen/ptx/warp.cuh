@@ -1,0 +1,9 @@
+// Host twin of ptx/warp.cuh.
+#pragma once
+#include "flashgen/prelude.cuh"
+
+FG_DEVICE float shfl_xor(float x, int lane_mask) { return emu::shfl_xor(x, lane_mask); }
+FG_DEVICE bool any_in_warp(bool x) { return emu::ballot(x) != 0; }
+FG_DEVICE int count_in_warp(bool x) { return __builtin_popcount(emu::ballot(x)); }
+FG_DEVICE void sync_block() { emu::sync_block(false); }
+FG_DEVICE bool any_in_block(bool x) { return emu::sync_block(x); }

@@ -1,0 +1,198 @@
+"""A kernel on the emulator: the interface of runtime/kernel.py over CPU tensors instead of device pointers."""
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashgen.codegen.plan import Plan, params_layout
+from flashgen.codegen.source import Source
+from flashgen.errors import VerifyError
+from flashgen.log import logger
+from flashgen.runtime.emulator.client import ALIGN_BYTES, GUARD_BYTES, POISON, BufferPlace, Request, Worker, WorkerDied
+from flashgen.runtime.emulator.report import TensorView, fault_error, site
+from flashgen.runtime.emulator.schedule import current_schedule
+from flashgen.runtime.emulator.toolchain import compile_kernel
+from flashgen.runtime.kernel import pack_params, pointer_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SLOW_S = 2.0  # after this a launch shows its progress
+_local = threading.local()
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of one launch. `banks`: (code offset, instructions, wavefronts, wavefronts without conflicts) by access site."""
+
+    kernel: str
+    switches: int
+    accesses: int
+    banks: tuple[tuple[int, int, int, int], ...]
+
+    def bank_conflicts(self) -> dict[str, tuple[int, int, int]]:
+        """Shared-memory accesses as the hardware would serve them: (instructions, wavefronts, ideal) by place."""
+        found: dict[str, tuple[int, int, int]] = {}
+        for pc, *counts in self.banks:
+            place = str(site(self.kernel, pc))
+            old = found.get(place, (0, 0, 0))
+            found[place] = (old[0] + counts[0], old[1] + counts[1], old[2] + counts[2])
+        return found
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A CPU tensor and where the kernel's parameter block points to it."""
+
+    name: str
+    tensor: Tensor
+    param_offset: int
+    writable: bool
+    initialised: bool = True  # False: reading it before writing it is a fault
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    grid: tuple[int, int, int]
+    threads: int
+    smem_bytes: int
+
+
+def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument], shape: LaunchShape) -> Statistics:
+    """Run a kernel's shared object. `packed`: its parameter block, pointers filled in here. Writes to the arguments'
+    tensors. KernelFault if the checker objects, VerifyError if the kernel crashes or hangs."""
+    import torch
+
+    schedule, worker = current_schedule(), _worker()
+    places, total = _places(arguments)
+    whole = torch.frombuffer(worker.reserve(total), dtype=torch.uint8)
+    whole.fill_(POISON)
+    windows = [whole[place.offset:place.offset + place.bytes].view(argument.tensor.dtype)
+               for place, argument in zip(places, arguments, strict=True)]
+    for window, argument in zip(windows, arguments, strict=True):
+        window.copy_(_span(argument.tensor))
+    request = Request(str(kernel), packed, shape.grid, (shape.threads, 1, 1), shape.smem_bytes, schedule.policy,
+                      schedule.seed, schedule.resident, places)
+    try:
+        with _progress(plan.kernel_name, math.prod(shape.grid)) as beat:
+            answer = worker.run(request, beat)
+    except WorkerDied as death:
+        raise VerifyError(str(death), where=plan.kernel_name, details=f"  replay: {schedule}") from None
+    for window, argument in zip(windows, arguments, strict=True):
+        if argument.writable:
+            _span(argument.tensor).copy_(window)
+    if "fault" in answer:
+        views = [TensorView(a.name, a.tensor.element_size(), tuple(a.tensor.shape), a.tensor.stride())
+                 for a in arguments]
+        raise fault_error(answer["fault"], plan, schedule, str(kernel), views)
+    raw = answer["statistics"]
+    return Statistics(str(kernel), raw["switches"], raw["accesses"], tuple(map(tuple, raw["banks"])))
+
+
+class EmulatedKernel:
+    """A plan's text compiled for this machine."""
+
+    def __init__(self, plan: Plan, source: Source) -> None:
+        """CompileError, or EnvironmentError_ without a C++ compiler."""
+        self.plan, self.path = plan, compile_kernel(source)
+
+    def launcher(self, values: Mapping[str, int | float]) -> EmulatedLauncher:
+        return EmulatedLauncher(self, values)
+
+
+class EmulatedLauncher:
+    """One kernel with all arguments but its tensors fixed."""
+
+    def __init__(self, kernel: EmulatedKernel, values: Mapping[str, int | float]) -> None:
+        self._kernel, self._packed = kernel, pack_params(kernel.plan, values)
+        names, offsets = pointer_names(kernel.plan), params_layout(kernel.plan.params)[1]
+        self._pointers = [(p.name, offsets[p.name], p.ctype.endswith("_out"))
+                          for p in kernel.plan.params if p.name in names]
+        self._shape = LaunchShape((int(values["grid_x"]), 1, 1), kernel.plan.launch.threads, kernel.plan.launch.smem_bytes)
+
+    def __call__(self, **tensors: Tensor | None) -> Statistics:
+        """Run it on CPU tensors, named as the plan's pointers; None or none is a null pointer. Raises as `launch`."""
+        arguments = [Argument(name, tensor, offset, written, initialised=not written)
+                     for name, offset, written in self._pointers if (tensor := tensors.get(name)) is not None]
+        return launch(self._kernel.plan, self._kernel.path, self._packed, arguments, self._shape)
+
+
+def _places(arguments: Sequence[Argument]) -> tuple[list[BufferPlace], int]:
+    """Where each tensor lies in the shared memory, and how much of that there is."""
+    places, offset = [], GUARD_BYTES
+    for argument in arguments:
+        t = argument.tensor
+        span = _span(t).numel() * t.element_size()
+        run, axes = _runs(t)
+        places.append(BufferPlace(
+            offset, span, run, tuple(t.shape[i] for i in axes), tuple(t.stride(i) * t.element_size() for i in axes),
+            argument.writable, argument.initialised, argument.param_offset))
+        offset += -(-(span + GUARD_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
+    return places, offset
+
+
+def _span(t: Tensor) -> Tensor:
+    """Flat view of the memory from the first to the last element, gaps included."""
+    count = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    return t.as_strided((count,), (1,))
+
+
+def _runs(t: Tensor) -> tuple[int, list[int]]:
+    """(bytes of the innermost contiguous run, axes outside it by falling stride). No axes where strides do not nest."""
+    axes = sorted((i for i in range(t.dim()) if t.shape[i] != 1), key=lambda i: -t.stride(i))
+    run = 1
+    while axes and t.stride(axes[-1]) == run:
+        run *= t.shape[axes.pop()]
+    inner = run
+    for i in reversed(axes):
+        if t.stride(i) < inner:
+            return _span(t).numel() * t.element_size(), []
+        inner = t.stride(i) * t.shape[i]
+    return run * t.element_size(), axes
+
+
+def _worker() -> Worker:
+    """This thread's worker."""
+    if not hasattr(_local, "worker"):
+        _say_once()
+        _local.worker = Worker()
+    return _local.worker
+
+
+@functools.cache
+def _say_once() -> None:
+    logger().info("kernels run on the emulator: correct, checked for races, and thousands of times slower than a GPU")
+
+
+@contextmanager
+def _progress(title: str, blocks: int) -> Iterator[Any]:
+    """A function of (blocks done) that shows a bar on a terminal once the launch is slow."""
+    begun, bar = time.monotonic(), None
+    task: Any = None
+
+    def beat(done: int) -> None:
+        nonlocal bar, task
+        if bar is None and time.monotonic() - begun > SLOW_S and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("blocks"),
+                           TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+            bar.start()
+            task = bar.add_task(f"emulating {title}", total=blocks)
+        if bar is not None:
+            bar.update(task, completed=done)
+
+    try:
+        yield beat
+    finally:
+        if bar is not None:
+            bar.stop()

@@ -1,0 +1,38 @@
+"""How a launch is interleaved: a policy for asynchronous work, and the seed of all choices."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+POLICIES = ("eager", "lazy", "random")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One interleaving. The same schedule of the same launch takes the same steps."""
+
+    policy: str = "random"  # eager: asynchronous work is done at its issue; lazy: when nothing else can go on; random
+    seed: int = 0
+    resident: int = 2       # blocks that run at a time
+
+    def __str__(self) -> str:
+        return f"policy {self.policy}, seed {self.seed}"
+
+
+_current: ContextVar[Schedule] = ContextVar("schedule", default=Schedule())
+
+
+def current_schedule() -> Schedule:
+    return _current.get()
+
+
+@contextmanager
+def scheduled(schedule: Schedule) -> Iterator[None]:
+    """Emulated launches in this context follow `schedule`."""
+    token = _current.set(schedule)
+    try:
+        yield
+    finally:
+        _current.reset(token)

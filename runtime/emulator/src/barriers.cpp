@@ -1,0 +1,53 @@
+// barrier.sync and __syncthreads (PTX ISA 9.7.13.1).
+#include "fault.h"
+#include "machine.h"
+
+namespace emu {
+
+namespace {
+
+void complete(Barrier& barrier) {
+  for (Fiber* fiber : barrier.waiting) {
+    fiber->clock.join(barrier.joined);
+    fiber->vote = barrier.vote;
+    fiber->wake();
+  }
+  barrier.waiting.clear();
+  barrier.arrived = 0;
+  barrier.vote = false;
+  barrier.joined.reset(barrier.joined.seen.size());
+}
+
+// One thread arrives and waits. Returns whether any of the threads brought `vote`.
+bool arrive_and_wait(Fiber& fiber, int id, int expected, bool vote) {
+  maybe_yield(fiber);
+  Barrier& barrier = fiber.cta->barriers[id];
+  if (barrier.arrived > 0 && barrier.expected != expected) {
+    fail(fiber, "barrier", {}, "barrier %d: %d threads expected, but %d by those that arrived earlier", id, expected,
+         barrier.expected);
+  }
+  barrier.expected = expected;
+  barrier.vote |= vote;
+  barrier.joined.join(fiber.clock);
+  fiber.release();
+  ++barrier.arrived;
+  barrier.waiting.push_back(&fiber);
+  fiber.wait = Wait::BARRIER;
+  fiber.wait_for = id;
+  --fiber.warp->ready;
+  if (barrier.arrived == expected) {
+    complete(barrier);  // wakes this fiber too
+  } else {
+    return_to_scheduler(fiber);
+  }
+  return fiber.vote;
+}
+
+}  // namespace
+
+bool sync_block(bool vote) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  return arrive_and_wait(fiber, 0, machine.threads, vote);
+}
+
+}  // namespace emu

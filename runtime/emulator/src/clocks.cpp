@@ -1,0 +1,170 @@
+#include "clocks.h"
+
+#include <algorithm>
+
+namespace emu {
+
+void VectorClock::join(const VectorClock& other) {
+  for (size_t i = 0; i < seen.size(); ++i) seen[i] = std::max(seen[i], other.seen[i]);
+}
+
+namespace {
+
+// Readers of a cell since its last write, as linked lists in one pool. Entry 0 ends a list.
+struct Reader {
+  Moment moment;
+  uint32_t next;
+};
+
+std::vector<Reader> pool(1);
+uint32_t free_reader = 0;
+
+uint32_t new_reader(const Moment& moment, uint32_t next) {
+  if (free_reader == 0) {
+    pool.push_back({moment, next});
+    return static_cast<uint32_t>(pool.size() - 1);
+  }
+  const uint32_t index = free_reader;
+  free_reader = pool[index].next;
+  pool[index] = {moment, next};
+  return index;
+}
+
+void free_readers(uint32_t& list) {
+  while (list != 0) {
+    const uint32_t next = pool[list].next;
+    pool[list].next = free_reader;
+    free_reader = list;
+    list = next;
+  }
+}
+
+// Notes that `actor` read. A reader that lies in the past of another one need not be remembered beside it.
+void add_reader(Cell& cell, const Actor& actor) {
+  for (uint32_t i = cell.readers; i != 0; i = pool[i].next) {
+    if (actor.after(pool[i].moment)) {
+      pool[i].moment = actor.now;
+      return;
+    }
+  }
+  cell.readers = new_reader(actor.now, cell.readers);
+}
+
+uint32_t copy_of(uint32_t list) {
+  uint32_t copy = 0;
+  for (uint32_t i = list; i != 0; i = pool[i].next) copy = new_reader(Moment(pool[i].moment), copy);
+  return copy;
+}
+
+Conflict read_conflict(const Cell& cell, const Actor& actor) {
+  if (cell.state == State::UNINITIALISED) return Conflict::UNINITIALISED;
+  if (cell.state == State::IN_FLIGHT) return Conflict::IN_FLIGHT;
+  return cell.write.clock != 0 && !actor.after(cell.write) ? Conflict::WRITE : Conflict::NONE;
+}
+
+}  // namespace
+
+void Shadow::reset(size_t bytes, State state) {
+  for (const auto& page : pages_) {
+    if (page == nullptr) continue;
+    for (Chunk& chunk : page->chunks) merge(chunk), free_readers(chunk.whole.readers);
+  }
+  pages_.clear();
+  pages_.resize((bytes + CHUNK_BYTES * CHUNKS_PER_PAGE - 1) / (CHUNK_BYTES * CHUNKS_PER_PAGE));
+  initial_ = state;
+}
+
+Shadow::Chunk& Shadow::at(size_t index) {
+  auto& page = pages_[index / CHUNKS_PER_PAGE];
+  if (page == nullptr) {
+    page = std::make_unique<Page>();
+    for (Chunk& chunk : page->chunks) chunk.whole.state = initial_;
+  }
+  return page->chunks[index % CHUNKS_PER_PAGE];
+}
+
+void Shadow::split(Chunk& chunk) {
+  chunk.parts = std::make_unique<Cell[]>(CHUNK_BYTES / CELL_BYTES);
+  for (size_t i = 0; i < CHUNK_BYTES / CELL_BYTES; ++i) {
+    chunk.parts[i] = chunk.whole;
+    chunk.parts[i].readers = copy_of(chunk.whole.readers);
+  }
+  free_readers(chunk.whole.readers);
+}
+
+// Forgets the parts: the whole chunk is about to be overwritten.
+void Shadow::merge(Chunk& chunk) {
+  if (chunk.parts == nullptr) return;
+  for (size_t i = 0; i < CHUNK_BYTES / CELL_BYTES; ++i) free_readers(chunk.parts[i].readers);
+  chunk.parts.reset();
+}
+
+// Calls visit(cell) until one returns a conflict.
+template <class Visit>
+Verdict Shadow::each_cell(size_t offset, size_t bytes, Visit visit) {
+  for (size_t at_byte = offset; at_byte < offset + bytes;) {
+    Chunk& chunk = at(at_byte / CHUNK_BYTES);
+    const size_t start = at_byte % CHUNK_BYTES, end = std::min(CHUNK_BYTES, start + offset + bytes - at_byte);
+    const size_t base = at_byte - start;
+    at_byte = base + end;
+    const bool whole = start == 0 && end == CHUNK_BYTES;
+    if (chunk.parts == nullptr && whole) {
+      const Conflict conflict = visit(chunk.whole);
+      if (conflict != Conflict::NONE) return {conflict, base, chunk.whole.write};
+      continue;
+    }
+    if (chunk.parts == nullptr) split(chunk);
+    for (size_t i = start / CELL_BYTES; i <= (end - 1) / CELL_BYTES; ++i) {
+      const Conflict conflict = visit(chunk.parts[i]);
+      if (conflict != Conflict::NONE) return {conflict, base + i * CELL_BYTES, chunk.parts[i].write};
+    }
+  }
+  return {};
+}
+
+Verdict Shadow::read(const Actor& actor, size_t offset, size_t bytes) {
+  return each_cell(offset, bytes, [&](Cell& cell) {
+    const Conflict conflict = read_conflict(cell, actor);
+    if (conflict == Conflict::NONE) add_reader(cell, actor);
+    return conflict;
+  });
+}
+
+Verdict Shadow::probe(const Actor& actor, size_t offset, size_t bytes) {
+  return each_cell(offset, bytes, [&](Cell& cell) { return read_conflict(cell, actor); });
+}
+
+Verdict Shadow::write(const Actor& actor, size_t offset, size_t bytes, State state) {
+  Moment reader;
+  Verdict verdict = each_cell(offset, bytes, [&](Cell& cell) {
+    if (cell.state == State::IN_FLIGHT) return Conflict::IN_FLIGHT;
+    if (cell.write.clock != 0 && !actor.after(cell.write)) return Conflict::WRITE;
+    for (uint32_t r = cell.readers; r != 0; r = pool[r].next) {
+      reader = pool[r].moment;
+      if (!actor.after(reader)) return Conflict::READ;
+    }
+    free_readers(cell.readers);
+    cell.write = actor.now;
+    cell.state = state;
+    return Conflict::NONE;
+  });
+  if (verdict.conflict == Conflict::READ) verdict.other = reader;
+  for (size_t i = (offset + CHUNK_BYTES - 1) / CHUNK_BYTES; i < (offset + bytes) / CHUNK_BYTES; ++i) {
+    Chunk& chunk = at(i);  // written as a whole: one cell speaks for it again
+    if (verdict.conflict != Conflict::NONE || chunk.parts == nullptr) continue;
+    merge(chunk);
+    chunk.whole.write = actor.now;
+    chunk.whole.state = state;
+  }
+  return verdict;
+}
+
+void Shadow::land(const Actor& actor, size_t offset, size_t bytes) {
+  each_cell(offset, bytes, [&](Cell& cell) {
+    cell.write.clock = actor.now.clock;  // who and where stay those of the issue
+    cell.state = State::WRITTEN;
+    return Conflict::NONE;
+  });
+}
+
+}  // namespace emu

@@ -1,0 +1,61 @@
+#include "numbers.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace emu {
+
+namespace {
+
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+float from_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Shifts right, rounding to nearest, ties to even.
+uint32_t round_off(uint32_t value, uint32_t shift) {
+  const uint32_t half = 1u << (shift - 1);
+  return (value + half - 1 + (value >> shift & 1)) >> shift;
+}
+
+float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
+
+constexpr uint16_t CANONICAL_NAN = 0x7fff;
+
+}  // namespace
+
+float to_float(Type type, uint16_t bits) {
+  if (type == Type::BF16) return from_bits(static_cast<uint32_t>(bits) << 16);
+  const uint32_t sign = static_cast<uint32_t>(bits >> 15) << 31, exponent = bits >> 10 & 31, mantissa = bits & 0x3ff;
+  if (exponent == 31) return from_bits(sign | 0x7f800000u | mantissa << 13);
+  if (exponent == 0) return std::copysign(std::ldexp(static_cast<float>(mantissa), -24), from_bits(sign));
+  return from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+uint16_t from_float(Type type, float x) {
+  if (std::isnan(x)) return CANONICAL_NAN;
+  const uint32_t bits = bits_of(x);
+  if (type == Type::BF16) return static_cast<uint16_t>(round_off(bits, 16));
+  const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00);  // rounds past 65504
+  const int exponent = static_cast<int>(magnitude >> 23) - 112;
+  if (exponent > 0) return static_cast<uint16_t>(sign | round_off(magnitude - (112u << 23), 13));
+  if (exponent < -10) return static_cast<uint16_t>(sign);
+  return static_cast<uint16_t>(sign | round_off((magnitude & 0x7fffff) | 0x800000, static_cast<uint32_t>(14 - exponent)));
+}
+
+uint32_t pack2(Type type, float lo, float hi) {
+  return from_float(type, lo) | static_cast<uint32_t>(from_float(type, hi)) << 16;
+}
+
+float exp2_ftz(float x) { return flush(std::exp2(flush(x))); }
+float log2_ftz(float x) { return flush(std::log2(flush(x))); }
+
+}  // namespace emu

@@ -1,0 +1,94 @@
+// Warp collectives: shuffle, vote, ldmatrix. None orders memory between lanes.
+#include <cstring>
+
+#include "memory.h"
+
+namespace emu {
+
+namespace {
+
+constexpr size_t ROW_BYTES = 16;  // of an 8x8 matrix
+
+struct Shuffle {
+  float value, result;
+  int lane_mask;
+};
+
+void execute_shuffle(Warp& warp) {
+  for (int lane = 0; lane < WARP_SIZE; ++lane) {
+    auto* const mine = static_cast<Shuffle*>(warp.arguments[lane]);
+    mine->result = static_cast<Shuffle*>(warp.arguments[(lane ^ mine->lane_mask) % WARP_SIZE])->value;
+  }
+}
+
+struct Vote {
+  bool value;
+  uint32_t result;
+};
+
+void execute_vote(Warp& warp) {
+  uint32_t result = 0;
+  for (int lane = 0; lane < WARP_SIZE; ++lane) {
+    result |= static_cast<uint32_t>(static_cast<Vote*>(warp.arguments[lane])->value) << lane;
+  }
+  for (void* lane : warp.arguments) static_cast<Vote*>(lane)->result = result;
+}
+
+struct MatrixLoad {
+  uint32_t* r;
+  const unsigned char* row;
+  bool transposed;
+};
+
+// The lane that gives a row's address reads it; each lane that receives a part of it must come after its writes as well.
+void execute_ldmatrix(Warp& warp) {
+  MatrixLoad* loads[WARP_SIZE];
+  for (int lane = 0; lane < WARP_SIZE; ++lane) {
+    loads[lane] = static_cast<MatrixLoad*>(warp.arguments[lane]);
+    shared_offset(*warp.lanes[lane], loads[lane]->row, ROW_BYTES, ROW_BYTES, "ldmatrix");
+    check(*warp.lanes[lane], loads[lane]->row, ROW_BYTES, Access::READ);
+  }
+  for (int lane = 0; lane < WARP_SIZE; ++lane) {
+    Fiber& fiber = *warp.lanes[lane];
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      uint32_t& r = loads[lane]->r[matrix];
+      if (!loads[lane]->transposed) {
+        const unsigned char* const row = loads[8 * matrix + lane / 4]->row;
+        check(fiber, row, ROW_BYTES, Access::PROBE);
+        memcpy(&r, row + lane % 4 * 4, 4);
+        continue;
+      }
+      uint16_t halves[2];
+      for (int i = 0; i < 2; ++i) {
+        const unsigned char* const row = loads[8 * matrix + lane % 4 * 2 + i]->row;
+        check(fiber, row, ROW_BYTES, Access::PROBE);
+        memcpy(&halves[i], row + lane / 4 * 2, 2);
+      }
+      r = halves[0] | static_cast<uint32_t>(halves[1]) << 16;
+    }
+  }
+}
+
+}  // namespace
+
+float shfl_xor(float x, int lane_mask) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  Shuffle shuffle{x, 0.0f, lane_mask};
+  meet(fiber, execute_shuffle, &shuffle);
+  return shuffle.result;
+}
+
+uint32_t ballot(bool x) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  Vote vote{x, 0};
+  meet(fiber, execute_vote, &vote);
+  return vote.result;
+}
+
+void ldmatrix_x4(uint32_t* r, const void* row, bool transposed) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  MatrixLoad load{r, static_cast<const unsigned char*>(row), transposed};
+  meet(fiber, execute_ldmatrix, &load);
+}
+
+}  // namespace emu

@@ -1,0 +1,86 @@
+"""The process that runs launches: `python -m flashgen.runtime.emulator.worker LIBRARY MEMORY_FD`.
+
+One request per line of standard input, answers on standard output, JSON. A kernel that crashes or spins takes only
+this process with it. Imports nothing but the standard library.
+"""
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import struct
+import sys
+from typing import Any
+
+POLICY_CODES = {"eager": 0, "lazy": 1, "random": 2}
+MAX_RANK = 5
+BEAT = ctypes.CFUNCTYPE(None, ctypes.c_uint32)
+
+
+class Buffer(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("bytes", ctypes.c_uint64), ("run_bytes", ctypes.c_uint64),
+                ("writable", ctypes.c_uint32), ("initialised", ctypes.c_uint32), ("rank", ctypes.c_uint32), ("sizes", ctypes.c_int64 * MAX_RANK),
+                ("strides", ctypes.c_int64 * MAX_RANK))
+
+
+class Launch(ctypes.Structure):
+    """struct Launch of src/machine.h."""
+
+    _fields_ = (("entry", ctypes.c_void_p), ("params", ctypes.c_void_p), ("grid", ctypes.c_uint32 * 3),
+                ("block", ctypes.c_uint32 * 3), ("smem_bytes", ctypes.c_uint32), ("resident", ctypes.c_uint32),
+                ("seed", ctypes.c_uint64), ("policy", ctypes.c_uint32), ("num_buffers", ctypes.c_uint32),
+                ("buffers", ctypes.POINTER(Buffer)), ("beat", BEAT))
+
+
+class Server:
+    def __init__(self, library: str, memory: int) -> None:
+        self._library = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+        self._library.emu_launch_bytes.restype = ctypes.c_ulong
+        assert self._library.emu_launch_bytes() == ctypes.sizeof(Launch), "Launch is not that of src/machine.h"
+        self._memory = memory
+        self._kernels: dict[str, ctypes.CDLL] = {}
+
+    def run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one launch: {"fault": ...} or {"statistics": ...}."""
+        kernel = self._kernels.get(request["kernel"])
+        if kernel is None:
+            kernel = self._kernels[request["kernel"]] = ctypes.CDLL(request["kernel"])
+        params = bytearray.fromhex(request["params"])
+        if kernel.emu_params_bytes() != len(params):
+            raise ValueError(f"the kernel takes {kernel.emu_params_bytes()} bytes of parameters, got {len(params)}")
+        memory = mmap.mmap(self._memory, max(1, request["memory_bytes"]))
+        window = (ctypes.c_char * len(memory)).from_buffer(memory)
+        base = ctypes.addressof(window)
+        buffers = (Buffer * len(request["buffers"]))()
+        for buffer, row in zip(buffers, request["buffers"], strict=True):
+            buffer.data, buffer.bytes, buffer.run_bytes = base + row["offset"], row["bytes"], row["run_bytes"]
+            buffer.writable, buffer.initialised = row["writable"], row["initialised"]
+            buffer.rank = len(row["sizes"])
+            buffer.sizes[:buffer.rank], buffer.strides[:buffer.rank] = row["sizes"], row["strides"]
+            struct.pack_into("<Q", params, row["param_offset"], base + row["offset"])
+        params_buffer = ctypes.create_string_buffer(bytes(params), len(params))
+        beat = BEAT(lambda done: say({"blocks": done}))
+        launch = Launch(
+            ctypes.cast(kernel.emu_entry, ctypes.c_void_p), ctypes.addressof(params_buffer),
+            (ctypes.c_uint32 * 3)(*request["grid"]), (ctypes.c_uint32 * 3)(*request["block"]), request["smem_bytes"],
+            request["resident"], request["seed"], POLICY_CODES[request["policy"]], len(buffers), buffers, beat)
+        answer = ctypes.c_char_p()
+        failed = self._library.emu_run(ctypes.byref(launch), ctypes.byref(answer))
+        del window
+        memory.close()
+        return {"fault" if failed else "statistics": json.loads(answer.value or b"{}")}
+
+
+def say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    server = Server(sys.argv[1], int(sys.argv[2]))
+    for line in sys.stdin:
+        say(server.run(json.loads(line)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+// wgmma (PTX ISA 9.7.15): d[64 x N] += a[64 x K] * b[K x N] by the four warps of a warpgroup, asynchronously. Operands
+// come from shared memory through descriptors, a also from registers; K is 32 bytes of one row. The products themselves
+// depend on N and are rendered for the shapes a kernel uses (codegen/wgmma.py); what they share is here.
+//
+// Thread t of the warpgroup, w = t / 32, g = t % 32 / 4, q = t % 4, holds of
+//   d: row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 q + i % 2                        in d[i]
+//   a: row 16 w + g + 8 (r % 2), elements (r / 2) K/2 + 4/size q and the rest of 4 bytes    in a[r]
+#pragma once
+#include "flashgen/ptx/smem.cuh"
+
+// 8-bit element types beside those of prelude.cuh.
+struct e4m3 {
+  unsigned char bits;
+};
+struct e5m2 {
+  unsigned char bits;
+};
+
+// Which dimension is contiguous in shared memory: K, or the other one (M of a, N of b; 16-bit types only).
+enum Major : int { K_MAJOR = 0, MN_MAJOR = 1 };
+
+// Width of the rows of a panel and of their swizzle; the value is the descriptor's field.
+enum Swizzle : int { SWIZZLE_NONE = 0, SWIZZLE_128B = 1, SWIZZLE_64B = 2, SWIZZLE_32B = 3 };
+
+// Matrix descriptor (PTX ISA 9.7.15.5.1) of the operand that starts at `tile`. Core matrix: 8 rows of 16 bytes. "Next"
+// below is in bytes; the tile is aligned for its swizzle (8 rows), then base offset 0 holds for every start inside it.
+//                      leading_bytes                              stride_bytes
+//   K-major, swizzled  not used                                   next 8 rows
+//   K-major, none      next core matrix along K                   next 8 rows
+//   MN-major, swizzled next panel along M or N                    next 8 along K
+//   MN-major, none     next 8 along K                             next 8 along M or N
+FG_DEVICE uint64_t wgmma_descriptor(const void* tile, Swizzle swizzle, uint32_t leading_bytes, uint32_t stride_bytes) {
+  return (uint64_t)(smem_addr(tile) >> 4 & 0x3fff) | (uint64_t)(leading_bytes >> 4 & 0x3fff) << 16 |
+         (uint64_t)(stride_bytes >> 4 & 0x3fff) << 32 | (uint64_t)swizzle << 62;
+}
+
+// The descriptor of the operand `bytes` further on, within shared memory.
+FG_DEVICE uint64_t wgmma_descriptor_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+
+// Pins a register: what was computed into it happens before, what is read from it after.
+FG_DEVICE void tie_registers(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+FG_DEVICE void tie_registers(uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
+template <class T, int N>
+FG_DEVICE void tie_registers(T (&registers)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) tie_registers(registers[i]);
+}
+
+// wgmma.fence: before the first product, and before any product whose registers were written since the last fence.
+// Lists those: accumulators and fragments of a.
+template <class... Registers>
+FG_DEVICE void wgmma_fence(Registers&... written) {
+  (tie_registers(written), ...);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// wgmma.commit_group: closes the group of the products issued since the last commit.
+FG_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// wgmma.wait_group: returns when at most PENDING of the newest groups are unfinished. Lists the registers that become
+// free to read (accumulators) or to write (fragments of a) by it.
+template <int PENDING, class... Registers>
+FG_DEVICE void wgmma_wait(Registers&... finished) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+  (tie_registers(finished), ...);
+}
+
+// wgmma.mma_async with a and b in shared memory: d = a * b + (scale_d ? d : 0). d belongs to the product from here to
+// the wait that covers it. Only the shapes a kernel was rendered for exist.
+template <int N, int A_MAJOR, int B_MAJOR, class Element, int REGISTERS>
+FG_DEVICE void wgmma_ss(Element, float (&d)[REGISTERS], uint64_t a, uint64_t b, int scale_d) = delete;
+
+// The same with a in registers, which belong to the product as well.
+template <int N, int B_MAJOR, class Element, int REGISTERS>
+FG_DEVICE void wgmma_rs(Element, float (&d)[REGISTERS], const uint32_t (&a)[4], uint64_t b, int scale_d) = delete;

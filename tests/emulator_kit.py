@@ -1,0 +1,144 @@
+"""What the emulator's tests share: distinct plans, kernels with a changed text, and conformance cases as launches."""
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from drawer_case import Arrays, Case
+
+from flashgen.codegen.lower import lower
+from flashgen.codegen.plan import Launch, Param, Plan, Region, Role
+from flashgen.codegen.render import render
+from flashgen.codegen.source import Source
+from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
+from flashgen.errors import VerifyError
+from flashgen.runtime import lookup
+from flashgen.runtime.compare import check
+from flashgen.runtime.edges import emulated_problems
+from flashgen.runtime.emulator.kernel import Argument, EmulatedKernel, LaunchShape, Statistics, launch
+from flashgen.runtime.emulator.schedule import Schedule, scheduled
+from flashgen.runtime.emulator.toolchain import compile_kernel
+from flashgen.runtime.problem import Inputs, Problem
+from flashgen.runtime.verify import run_poisoned
+
+
+def distinct_plans() -> list[tuple[Spec, Plan]]:
+    """One shipped variant for every kernel that differs in more than its target, occupancy and compiler options."""
+    found: dict[object, tuple[Spec, Plan]] = {}
+    for path in shipped_spec_paths():
+        for spec in load_specs(path).specs:
+            plan = lower(spec)
+            constants = tuple((c.name, c.value) for c in plan.constants if c.name != "MIN_BLOCKS_PER_SM")
+            found.setdefault((plan.template, plan.element, constants, plan.slots, plan.flags, plan.smem), (spec, plan))
+    return list(found.values())
+
+
+def shipped(variant: str, arch: str = "sm_90") -> Spec:
+    return next(spec for path in shipped_spec_paths() for spec in load_specs(path).specs
+                if (spec.variant, spec.arch) == (variant, arch))
+
+
+def problems_of(spec: Spec, seed: int = 0) -> list[Problem]:
+    plan = lower(spec)
+    tile_m, tile_n, stages = (plan.constant(name) for name in ("BLOCK_M", "BLOCK_N", "NUM_STAGES"))
+    return list(emulated_problems(spec, tile_m, tile_n, stages, seed))
+
+
+def with_nans_in_v(inputs: Inputs) -> Inputs:
+    """NaN and infinities in the last keys, so that some rows see them and others do not."""
+    v = inputs.v.clone()
+    axis = v.dim() - 3
+    if v.shape[axis] > 4:
+        v.narrow(axis, v.shape[axis] - 2, 1)[..., ::3] = float("nan")
+        v.narrow(axis, v.shape[axis] - 3, 1)[..., 1::2] = float("-inf")
+    return inputs.with_(v=v)
+
+
+def solve(spec: Spec, inputs: Inputs, schedule: Schedule, label: str = "") -> torch.Tensor:
+    """`out` of one launch, judged against fp64."""
+    with scheduled(schedule):
+        out, lse = run_poisoned(inputs, spec=spec, lse=spec.lse)
+    check(out, lse, inputs, label=label or spec.variant)
+    return out
+
+
+@contextmanager
+def replaced(spec: Spec, source: Source) -> Iterator[None]:
+    """flashgen.attention runs `source` in place of the kernel rendered for `spec`."""
+    kernel = EmulatedKernel(lower(spec), source)
+
+    def forget() -> None:
+        lookup.registry._kernels.clear()
+        lookup.registry.generation += 1
+
+    with mock.patch.object(lookup, "_emulated", lambda _: kernel):
+        forget()
+        try:
+            yield
+        finally:
+            forget()
+
+
+def changed(source: Source, file: str, change: Callable[[str], str]) -> Source:
+    """`source` with one of its files changed: "kernel" or a header by its name below flashgen/."""
+    if file == "kernel":
+        return Source(change(source.text), source.entry, source.file_name, source.headers, source.arch)
+    headers = tuple((name, change(text) if name == f"flashgen/{file}" else text) for name, text in source.headers)
+    assert headers != source.headers, file
+    return Source(source.text, source.entry, source.file_name, headers, source.arch)
+
+
+def caught(spec: Spec, source: Source, schedules: list[Schedule]) -> str:
+    """How the emulator or the reference objects to a kernel, "" if neither does."""
+    with replaced(spec, source):
+        for schedule in schedules:
+            for problem in problems_of(spec):
+                for inputs in (problem.make_inputs(), with_nans_in_v(problem.make_inputs())):
+                    try:
+                        solve(spec, inputs, schedule)
+                    except VerifyError as error:
+                        return str(error)
+    return ""
+
+
+SYNCHRONISING = re.compile(r"(?<![\w.])(?:sync_block|cp_async_wait<[^>]*>|cp_async_commit)\(\);")
+
+
+def synchronising(spec: Spec) -> list[tuple[str, int, str]]:
+    """(file, position, text) of every statement of the kernel and its plain headers that only synchronises."""
+    source = render(lower(spec))
+    files = [("kernel", source.text)] + [(name.removeprefix("flashgen/"), text) for name, text in source.headers
+                                         if not name.startswith("flashgen/ptx/")]
+    return [(file, m.start(), m[0]) for file, text in files for m in SYNCHRONISING.finditer(text)]
+
+
+# ---- conformance cases of the drawer
+
+def case_plan(case: Case) -> Plan:
+    return Plan(variant=case.name, target="sm_90a", family="drawer", pass_="case", spec=(), template="", element="",
+                constants=(), slots=(), flags=(), params=(Param("p", "i64", "unused"),),
+                smem=(Region("MEMORY", 0, case.smem, "all of it"),), roles=(Role("all", case.threads // 32),),
+                launch=Launch(case.threads, 1, case.smem, ""))
+
+
+def run_case(case: Case, inputs: Arrays, schedule: Schedule) -> tuple[Arrays, Statistics]:
+    """All buffers after the case's kernel ran on the emulator."""
+    tensors = {name: torch.from_numpy(inputs[name].reshape(-1).view(np.uint8).copy()) for name in case.pointers}
+    maps_bytes = 128 * len(case.maps)
+    packed = bytes(maps_bytes) + struct.pack(f"<{len(tensors)}Q", *[0] * len(tensors))
+    packed += bytes(-len(packed) % 64 if case.maps else 0)
+    arguments = [Argument(name, tensor, maps_bytes + 8 * i, not case.pointers[name].startswith("const "))
+                 for i, (name, tensor) in enumerate(tensors.items())]
+    path: Path = compile_kernel(case.source())
+    with scheduled(schedule):
+        for _ in range(case.launches):
+            statistics = launch(case_plan(case), path, packed, arguments,
+                                LaunchShape((case.blocks, 1, 1), case.threads, case.smem))
+    return {name: tensor.numpy().view(inputs[name].dtype).reshape(inputs[name].shape)
+            for name, tensor in tensors.items()}, statistics
