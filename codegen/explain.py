@@ -163,8 +163,7 @@ def typical(specs: Sequence[Spec]) -> Spec:
 def _work(plan: Plan, spec: Spec, shape: Shape, target: Target) -> Work:
     window = (-1, 0) if spec.causal else shape.window
     block_m, block_n = plan.constant("BLOCK_M"), plan.constant("BLOCK_N")
-    warp_rows = 16 * plan.constant("M_FRAGMENTS")
-    tiles = tile_counts(shape.seqlen_q, shape.seqlen_kv, block_m, block_n, warp_rows, window)
+    tiles = tile_counts(shape.seqlen_q, shape.seqlen_kv, block_m, block_n, window)
     heads = shape.batch * shape.num_heads_q
     pairs = heads * visible_pairs(shape.seqlen_q, shape.seqlen_kv, window)
     columns_issued = plan.constant("MMA_COLS_QK") + plan.constant("MMA_COLS_V")
@@ -172,7 +171,7 @@ def _work(plan: Plan, spec: Spec, shape: Shape, target: Target) -> Work:
     return Work(tiles, tiles.query_tiles * -(-shape.seqlen_kv // block_n), query_tiles,
                 query_tiles / (target.device.num_sms * plan.launch.min_blocks_per_sm), pairs,
                 2 * pairs * (spec.head_dim_qk + spec.head_dim_v),
-                2 * heads * tiles.warp_tiles * warp_rows * block_n * columns_issued)
+                2 * heads * tiles.visited * block_m * block_n * columns_issued)
 
 
 def _traffic(plan: Plan, spec: Spec, shape: Shape, work: Work) -> Traffic:

@@ -32,7 +32,6 @@ class TileCounts:
     query_tiles: int
     visited: int
     masked: int
-    warp_tiles: int   # KV tiles that one warp multiplies: it skips a masked tile of which its own rows see nothing
     keys_loaded: int  # rows of k read from device memory, and as many of v
 
 
@@ -53,30 +52,19 @@ def kv_tiles(top: KeyRange, bottom: KeyRange, block_n: int) -> KvTiles:
     return KvTiles(begin, full_begin, full_end, end)
 
 
-def any_visible(top: KeyRange, bottom: KeyRange, tile: int, block_n: int) -> bool:
-    """Whether the KV tile holds a key that some row sees, of rows from that of `top` to that of `bottom`."""
-    return bottom.last >= tile * block_n and top.first < (tile + 1) * block_n
-
-
-def tile_counts(seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, warp_rows: int,
-                window: tuple[int, int] = (-1, -1), top_left: bool = False) -> TileCounts:
-    """`warp_rows`: query rows of one warp, which divide `block_m`."""
+def tile_counts(seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, window: tuple[int, int] = (-1, -1),
+                top_left: bool = False) -> TileCounts:
     def keys(row: int) -> KeyRange:
         return visible_keys(row, seqlen_q, seqlen_kv, window, top_left)
 
-    query_tiles, visited, masked, warp_tiles, keys_loaded = 0, 0, 0, 0, 0
+    query_tiles, visited, masked, keys_loaded = 0, 0, 0, 0
     for start in range(0, seqlen_q, block_m):
         tiles = kv_tiles(keys(start), keys(min(start + block_m, seqlen_q) - 1), block_n)
-        cut = [*range(tiles.begin, tiles.full_begin), *range(tiles.full_end, tiles.end)]
-        warp_tiles += (tiles.full_end - tiles.full_begin) * (block_m // warp_rows)
-        for row in range(start, start + block_m, warp_rows):
-            top, bottom = keys(row), keys(row + warp_rows - 1)
-            warp_tiles += sum(any_visible(top, bottom, tile, block_n) for tile in cut)
         query_tiles += 1
         visited += tiles.end - tiles.begin
-        masked += len(cut)
+        masked += tiles.end - tiles.begin - (tiles.full_end - tiles.full_begin)
         keys_loaded += max(min(tiles.end * block_n, seqlen_kv) - tiles.begin * block_n, 0)
-    return TileCounts(query_tiles, visited, masked, warp_tiles, keys_loaded)
+    return TileCounts(query_tiles, visited, masked, keys_loaded)
 
 
 def visible_pairs(seqlen_q: int, seqlen_kv: int, window: tuple[int, int] = (-1, -1), top_left: bool = False) -> int:

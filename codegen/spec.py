@@ -275,8 +275,8 @@ def _adapter(name: str) -> TypeAdapter[Any]:
     info = Spec.model_fields[rows_by_name()[name].attribute]
     config = None if rows_by_name()[name].parts else ConfigDict(strict=True)  # models bring their own
     # not `info` itself: its alias belongs to the model
-    annotation: Any = Annotated[(info.annotation, "", *info.metadata)]
-    return TypeAdapter(annotation, config=config)
+    parts = (info.annotation, "", *info.metadata)
+    return TypeAdapter(Annotated[parts], config=config)  # type: ignore[arg-type]
 
 
 def _plain(node: Node) -> Any:

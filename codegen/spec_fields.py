@@ -159,7 +159,8 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[Row]:
         name = info.alias or attribute
         prop = schema["properties"][name]
         value = next(s for s in prop.get("anyOf", [prop]) if s.get("type") != "null")
-        inner = {"Tile": Tile, "Roles": Roles}.get(value.get("$ref", "").rpartition("/")[2])
+        models: dict[str, type[BaseModel]] = {"Tile": Tile, "Roles": Roles}
+        inner = models.get(value.get("$ref", "").rpartition("/")[2])
         limits = {"type": "object"} if inner else {
             key: value[key] for key in _LIMITS if key in value}
         yield Row(prefix + name, attribute, prop["description"], prop["unit"], limits, info.is_required(),

@@ -6,6 +6,7 @@ and the first that covers the head and lists the target wins.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ A100 = frozenset({"sm_80"})
 SMALL_SMEM = frozenset({"sm_86", "sm_89", "sm_120"})
 
 
-def _rows(targets: frozenset[str], source: str, *tiles: tuple) -> tuple[TileRow, ...]:
-    return tuple(TileRow("fa2", targets, *tile, source) for tile in tiles)
+def _rows(targets: frozenset[str], source: str, *tiles: tuple[Any, ...]) -> tuple[TileRow, ...]:
+    return tuple(TileRow(*("fa2", targets, *tile, source)) for tile in tiles)
 
 
 #    masks dqk  dv   m    n  warps stages blocks q_operand  level

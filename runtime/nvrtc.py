@@ -6,7 +6,9 @@ does not (spills, serialised wgmma, an ignored setmaxnreg) is a CompileError her
 from __future__ import annotations
 
 import functools
+import importlib
 import re
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -81,6 +83,8 @@ def compile_source(source: Source, *, plan: Plan) -> Cubin:
     program = _ok(api.nvrtcCreateProgram(source.text.encode(), source.file_name.encode(), len(source.headers),
                                          [text.encode() for _, text in source.headers],
                                          [name.encode() for name, _ in source.headers]))
+    # Reading the cubin needs elftools; its import (40 ms) runs while NVRTC has released the GIL.
+    threading.Thread(target=importlib.import_module, args=("elftools.elf.elffile",), daemon=True).start()
     try:
         (status,) = api.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         log = _TIMING.sub("", _fetch(api.nvrtcGetProgramLogSize, api.nvrtcGetProgramLog, program)

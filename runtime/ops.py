@@ -115,7 +115,7 @@ class _Call:
     __slots__ = ("copies", "generation", "launcher", "lse_shape", "out_like_q", "out_shape")
 
     def __init__(self, copies: tuple[bool, ...] | None, out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
-                 launcher: Launcher | None, out_like_q: bool = False) -> None:
+                 launcher: Launcher | EmulatedLauncher | None, out_like_q: bool = False) -> None:
         self.copies, self.out_shape, self.lse_shape, self.launcher = copies, out_shape, lse_shape, launcher
         self.out_like_q = out_like_q
         self.generation = registry.generation

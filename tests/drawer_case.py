@@ -41,7 +41,7 @@ class TensorMapSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel `name(const __grid_constant__ Params p)`; Params holds the maps, then the pointers.
+    """A kernel `entry(const __grid_constant__ Params p)`; Params holds the maps, then the pointers.
 
     `inputs(rng)` fills every buffer, those the kernel writes included; `model(inputs)` gives what the written ones hold
     afterwards. Values agree if |found - expected| <= absolute + relative * |expected|; with both 0, bit for bit, except
@@ -65,6 +65,11 @@ class Case:
     relative: float = 0.0
 
     @property
+    def entry(self) -> str:
+        """Name of the kernel: not that of the function it tries."""
+        return f"{self.name}_kernel"
+
+    @property
     def archs(self) -> tuple[str, ...]:
         return ("sm_90a",) if self.hopper else ("sm_80", "sm_90a")
 
@@ -79,7 +84,7 @@ class Case:
         return "\n".join([
             *includes, "", "struct Params {", *members, "};", "",
             f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)',
-            f"{self.name}(const __grid_constant__ Params p) {{", *lines, "}", ""])
+            f"{self.entry}(const __grid_constant__ Params p) {{", *lines, "}", ""])
 
     def source(self, arch: str = "sm_90a") -> Source:
         """The text with its headers, the rendered wgmma shapes among them."""
@@ -88,13 +93,13 @@ class Case:
         headers = dict(reached_headers(plain))
         if self.shapes:
             headers |= {**dict(reached_headers(shapes)), HEADER: shapes}
-        return Source(self.text, self.name, f"{self.name}.cu", tuple(sorted(headers.items())), arch)
+        return Source(self.text, self.entry, f"{self.name}.cu", tuple(sorted(headers.items())), arch)
 
     def compile(self, arch: str = "sm_90a") -> Cubin:
         """CompileError if it does not compile, spills, or draws a C75xx line."""
         from flashgen.runtime.nvrtc import compile_source
 
-        named = SimpleNamespace(variant=self.name, kernel_name=f"{self.name}.{arch}", allowed_spill_bytes=0)
+        named = SimpleNamespace(variant=self.entry, kernel_name=f"{self.name}.{arch}", allowed_spill_bytes=0)
         return compile_source(self.source(arch), plan=cast(Plan, named))
 
     def compare(self, expected: Arrays, found: Arrays) -> list[str]:

@@ -51,12 +51,13 @@ def problems_of(spec: Spec, seed: int = 0) -> list[Problem]:
 
 
 def with_nans_in_v(inputs: Inputs) -> Inputs:
-    """NaN and infinities in the last keys, so that some rows see them and others do not."""
+    """NaN and infinities in the last keys of each sequence, so that some rows see them and others do not."""
     v = inputs.v.clone()
-    axis = v.dim() - 3
-    if v.shape[axis] > 4:
-        v.narrow(axis, v.shape[axis] - 2, 1)[..., ::3] = float("nan")
-        v.narrow(axis, v.shape[axis] - 3, 1)[..., 1::2] = float("-inf")
+    ends = [v.shape[-3]] if inputs.cu_seqlens_kv is None else inputs.cu_seqlens_kv[1:].tolist()
+    for end in ends:
+        if end > 4:
+            v.narrow(-3, end - 2, 1)[..., ::3] = float("nan")
+            v.narrow(-3, end - 3, 1)[..., 1::2] = float("-inf")
     return inputs.with_(v=v)
 
 

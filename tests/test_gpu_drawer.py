@@ -65,7 +65,7 @@ def run(case: Case, inputs: Arrays) -> Arrays:
     memory = ctypes.create_string_buffer(params, len(params))
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
     module = check(cuda.cuModuleLoadData(case.compile().image), case.name)
-    function = check(cuda.cuModuleGetFunction(module, case.name.encode()), case.name)
+    function = check(cuda.cuModuleGetFunction(module, case.entry.encode()), case.name)
     check(cuda.cuFuncSetAttribute(
         function, cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, case.smem), case.name)
     config = launch_config(case)

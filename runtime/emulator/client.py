@@ -110,8 +110,9 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "flashgen.runtime.emulator.worker", str(runtime_library()), str(self._memory)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self._memory],
-                                         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
+                                         pass_fds=[self._memory])
         self._unread = b""
         atexit.register(self.stop)
         return self._process

@@ -116,7 +116,8 @@ class EmulatedLauncher:
         names, offsets = pointer_names(kernel.plan), params_layout(kernel.plan.params)[1]
         self._pointers = [(p.name, offsets[p.name], p.ctype.endswith("_out"))
                           for p in kernel.plan.params if p.name in names]
-        self._shape = LaunchShape((int(values["grid_x"]), 1, 1), kernel.plan.launch.threads, kernel.plan.launch.smem_bytes)
+        shape = kernel.plan.launch
+        self._shape = LaunchShape((int(values["grid_x"]), 1, 1), shape.threads, shape.smem_bytes)
 
     def __call__(self, **tensors: Tensor | None) -> Statistics:
         """Run it on CPU tensors, named as the plan's pointers; None or none is a null pointer. Raises as `launch`."""
@@ -127,7 +128,8 @@ class EmulatedLauncher:
 
 def _places(arguments: Sequence[Argument]) -> tuple[list[BufferPlace], int]:
     """Where each tensor lies in the shared memory, and how much of that there is."""
-    places, offset = [], GUARD_BYTES
+    places: list[BufferPlace] = []
+    offset = GUARD_BYTES
     for argument in arguments:
         t = argument.tensor
         span = _span(t).numel() * t.element_size()
@@ -135,7 +137,7 @@ def _places(arguments: Sequence[Argument]) -> tuple[list[BufferPlace], int]:
         places.append(BufferPlace(
             offset, span, run, tuple(t.shape[i] for i in axes), tuple(t.stride(i) * t.element_size() for i in axes),
             argument.writable, argument.initialised, argument.param_offset))
-        offset += -(-(span + GUARD_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
+        offset += math.ceil((span + GUARD_BYTES) / ALIGN_BYTES) * ALIGN_BYTES
     return places, offset
 
 
@@ -147,7 +149,7 @@ def _span(t: Tensor) -> Tensor:
 
 def _runs(t: Tensor) -> tuple[int, list[int]]:
     """(bytes of the innermost contiguous run, axes outside it by falling stride). No axes where strides do not nest."""
-    axes = sorted((i for i in range(t.dim()) if t.shape[i] != 1), key=lambda i: -t.stride(i))
+    axes = sorted((i for i in range(t.dim()) if t.shape[i] != 1), key=lambda i: t.stride()[i], reverse=True)
     run = 1
     while axes and t.stride(axes[-1]) == run:
         run *= t.shape[axes.pop()]

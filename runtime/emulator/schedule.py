@@ -21,7 +21,8 @@ class Schedule:
         return f"policy {self.policy}, seed {self.seed}"
 
 
-_current: ContextVar[Schedule] = ContextVar("schedule", default=Schedule())
+_DEFAULT = Schedule()
+_current: ContextVar[Schedule] = ContextVar("schedule", default=_DEFAULT)
 
 
 def current_schedule() -> Schedule:

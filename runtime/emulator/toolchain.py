@@ -81,7 +81,7 @@ def compile_kernel(source: Source) -> Path:
 def runtime_library() -> Path:
     """The shared object of the emulator itself, compiled if need be."""
     sources = sorted((HERE / "src").glob("*.cpp"))
-    name, version = compiler()
+    _, version = compiler()
     key = _digest(version, *RUNTIME_FLAGS, *_texts(HERE / "src"), *_texts(HOST))
     return _cached(key, lambda target: _compile([*RUNTIME_FLAGS, *map(str, sources), "-ldl"], target,
                                                 "runtime/emulator", str(HERE)))

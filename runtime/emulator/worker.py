@@ -19,7 +19,8 @@ BEAT = ctypes.CFUNCTYPE(None, ctypes.c_uint32)
 
 class Buffer(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("bytes", ctypes.c_uint64), ("run_bytes", ctypes.c_uint64),
-                ("writable", ctypes.c_uint32), ("initialised", ctypes.c_uint32), ("rank", ctypes.c_uint32), ("sizes", ctypes.c_int64 * MAX_RANK),
+                ("writable", ctypes.c_uint32), ("initialised", ctypes.c_uint32),
+                ("rank", ctypes.c_uint32), ("sizes", ctypes.c_int64 * MAX_RANK),
                 ("strides", ctypes.c_int64 * MAX_RANK))
 
 

@@ -18,9 +18,10 @@ void complete(Barrier& barrier) {
   barrier.joined.reset(barrier.joined.seen.size());
 }
 
-// One thread arrives and waits. Returns whether any of the threads brought `vote`.
-bool arrive_and_wait(Fiber& fiber, int id, int expected, bool vote) {
+// One thread arrives, and waits or goes on. Returns, after a wait, whether any of the threads brought `vote`.
+bool arrive(Fiber& fiber, int id, int expected, bool vote, bool wait) {
   maybe_yield(fiber);
+  if (id < 0 || id >= MAX_BARRIERS) fail(fiber, "argument", {}, "barrier %d", id);
   Barrier& barrier = fiber.cta->barriers[id];
   if (barrier.arrived > 0 && barrier.expected != expected) {
     fail(fiber, "barrier", {}, "barrier %d: %d threads expected, but %d by those that arrived earlier", id, expected,
@@ -31,11 +32,16 @@ bool arrive_and_wait(Fiber& fiber, int id, int expected, bool vote) {
   barrier.joined.join(fiber.clock);
   fiber.release();
   ++barrier.arrived;
+  const bool last = barrier.arrived == expected;
+  if (!wait) {
+    if (last) complete(barrier);
+    return false;
+  }
   barrier.waiting.push_back(&fiber);
   fiber.wait = Wait::BARRIER;
   fiber.wait_for = id;
   --fiber.warp->ready;
-  if (barrier.arrived == expected) {
+  if (last) {
     complete(barrier);  // wakes this fiber too
   } else {
     return_to_scheduler(fiber);
@@ -47,7 +53,11 @@ bool arrive_and_wait(Fiber& fiber, int id, int expected, bool vote) {
 
 bool sync_block(bool vote) {
   Fiber& fiber = enter(__builtin_return_address(0));
-  return arrive_and_wait(fiber, 0, machine.threads, vote);
+  return arrive(fiber, 0, machine.threads, vote, true);
+}
+
+void named_barrier(int id, int expected, bool wait) {
+  arrive(enter(__builtin_return_address(0)), id, expected, false, wait);
 }
 
 }  // namespace emu

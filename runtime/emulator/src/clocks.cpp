@@ -4,8 +4,82 @@
 
 namespace emu {
 
+namespace {
+
+void raise(VectorClock::Moments& mine, const VectorClock::Moments& other) {
+  if (mine.size() < other.size()) mine.resize(other.size());
+  for (size_t i = 0; i < other.size(); ++i) mine[i] = std::max(mine[i], other[i]);
+}
+
+void lower(VectorClock::Moments& mine, const VectorClock::Moments& other) {
+  mine.resize(std::min(mine.size(), other.size()));
+  for (size_t i = 0; i < mine.size(); ++i) mine[i] = std::min(mine[i], other[i]);
+}
+
+}  // namespace
+
+void VectorClock::reset(size_t agents) {
+  seen.assign(agents, 0);
+  for (Moments& moments : fenced) moments.clear();
+  others.clear();
+}
+
 void VectorClock::join(const VectorClock& other) {
-  for (size_t i = 0; i < seen.size(); ++i) seen[i] = std::max(seen[i], other.seen[i]);
+  raise(seen, other.seen);
+  for (int i = 0; i < 2; ++i) raise(fenced[i], other.fenced[i]);
+  for (const auto& [group, moments] : other.others) {
+    auto& mine = others[group];
+    if (mine == moments) continue;
+    auto both = std::make_shared<Moments>(*moments);
+    if (mine != nullptr) raise(*both, *mine);
+    mine = both;
+  }
+}
+
+void VectorClock::meet(const VectorClock& other) {
+  lower(seen, other.seen);
+  for (int i = 0; i < 2; ++i) lower(fenced[i], other.fenced[i]);
+  for (auto mine = others.begin(); mine != others.end();) {
+    const auto found = other.others.find(mine->first);
+    if (found == other.others.end()) {
+      mine = others.erase(mine);
+      continue;
+    }
+    if (found->second != mine->second) {
+      auto both = std::make_shared<Moments>(*mine->second);
+      lower(*both, *found->second);
+      mine->second = both;
+    }
+    ++mine;
+  }
+}
+
+void VectorClock::learn(const VectorClock& other, uint32_t from, uint32_t to) {
+  if (from == to) return join(other);
+  VectorClock foreign;
+  foreign.others = other.others;
+  foreign.others.erase(to);
+  foreign.others[from] = std::make_shared<Moments>(other.seen);
+  join(foreign);
+  const auto own = other.others.find(to);
+  if (own != other.others.end()) raise(seen, *own->second);
+}
+
+void VectorClock::fence(Space space, uint16_t agent) {
+  Moments& moments = fenced[static_cast<int>(space)];
+  if (moments.empty()) moments.resize(seen.size());
+  moments[agent] = seen[agent];
+}
+
+bool Actor::after_other_group(const Moment& then) const {
+  const auto found = past->others.find(then.group);
+  return found != past->others.end() && (*found->second)[then.agent] >= then.clock;
+}
+
+bool Actor::sees_through_fence(const Moment& then, Space space) const {
+  if (!async_proxy || then.group != now.group) return true;  // between groups the writer's fence is not followed
+  const VectorClock::Moments& moments = past->fenced[static_cast<int>(space)];
+  return then.agent < moments.size() && moments[then.agent] >= then.clock;
 }
 
 namespace {
@@ -56,13 +130,17 @@ uint32_t copy_of(uint32_t list) {
   return copy;
 }
 
-Conflict read_conflict(const Cell& cell, const Actor& actor) {
+}  // namespace
+
+Conflict Shadow::read_conflict(const Cell& cell, const Actor& actor) const {
   if (cell.state == State::UNINITIALISED) return Conflict::UNINITIALISED;
   if (cell.state == State::IN_FLIGHT) return Conflict::IN_FLIGHT;
-  return cell.write.clock != 0 && !actor.after(cell.write) ? Conflict::WRITE : Conflict::NONE;
+  if (cell.state == State::BARRIER) return Conflict::BARRIER;
+  if (cell.write.clock == 0) return Conflict::NONE;  // by the host
+  if (!actor.after(cell.write)) return Conflict::WRITE;
+  if (cell.state == State::WRITTEN && !actor.sees_through_fence(cell.write, space_)) return Conflict::UNFENCED;
+  return Conflict::NONE;
 }
-
-}  // namespace
 
 void Shadow::reset(size_t bytes, State state) {
   for (const auto& page : pages_) {
@@ -138,7 +216,9 @@ Verdict Shadow::write(const Actor& actor, size_t offset, size_t bytes, State sta
   Moment reader;
   Verdict verdict = each_cell(offset, bytes, [&](Cell& cell) {
     if (cell.state == State::IN_FLIGHT) return Conflict::IN_FLIGHT;
-    if (cell.write.clock != 0 && !actor.after(cell.write)) return Conflict::WRITE;
+    if (cell.state == State::BARRIER) return Conflict::BARRIER;
+    const bool both_atomic = state == State::ADDED && cell.state == State::ADDED;
+    if (cell.write.clock != 0 && !both_atomic && !actor.after(cell.write)) return Conflict::WRITE;
     for (uint32_t r = cell.readers; r != 0; r = pool[r].next) {
       reader = pool[r].moment;
       if (!actor.after(reader)) return Conflict::READ;
@@ -159,10 +239,11 @@ Verdict Shadow::write(const Actor& actor, size_t offset, size_t bytes, State sta
   return verdict;
 }
 
-void Shadow::land(const Actor& actor, size_t offset, size_t bytes) {
+void Shadow::land(uint16_t agent, Clock clock, size_t offset, size_t bytes, State state) {
   each_cell(offset, bytes, [&](Cell& cell) {
-    cell.write.clock = actor.now.clock;  // who and where stay those of the issue
-    cell.state = State::WRITTEN;
+    cell.write.agent = agent;
+    cell.write.clock = clock;  // the place in the code stays that of the issue
+    cell.state = state;
     return Conflict::NONE;
   });
 }

@@ -5,6 +5,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -12,11 +13,22 @@ namespace emu {
 
 using Clock = uint32_t;
 
-struct VectorClock {
-  std::vector<Clock> seen;  // by agent of the own group: the latest moment that lies in the past of the owner
+enum class Space : uint8_t { SHARED, GLOBAL };
 
-  void reset(size_t agents) { seen.assign(agents, 0); }
+struct VectorClock {
+  using Moments = std::vector<Clock>;  // by agent
+
+  Moments seen;        // of the own group: the latest moment that lies in the past of the owner
+  Moments fenced[2];   // by Space: the part of it that a proxy fence has shown to the async proxy; empty: nothing
+  // Of other groups, learnt through semaphores in device memory.
+  std::map<uint32_t, std::shared_ptr<const Moments>> others;
+
+  void reset(size_t agents);
   void join(const VectorClock& other);
+  void meet(const VectorClock& other);  // what both have seen
+  // As join, of a clock that belongs to group `from` into one that belongs to group `to`.
+  void learn(const VectorClock& other, uint32_t from, uint32_t to);
+  void fence(Space space, uint16_t agent);  // what `agent` itself wrote so far
 };
 
 // An access: by whom, when, from which place of the kernel's code.
@@ -31,14 +43,18 @@ struct Moment {
 struct Actor {
   Moment now;
   const VectorClock* past;
+  bool async_proxy = false;  // reads what plain stores wrote only after a proxy fence
 
   bool after(const Moment& then) const {
-    if (then.group != now.group) return false;
+    if (then.group != now.group) return after_other_group(then);
     return then.agent == now.agent || past->seen[then.agent] >= then.clock;
   }
+  bool after_other_group(const Moment& then) const;
+  bool sees_through_fence(const Moment& then, Space space) const;
 };
 
-enum class State : uint8_t { UNINITIALISED, WRITTEN, IN_FLIGHT };
+// WRITTEN by plain stores, COPIED by the async proxy, ADDED to by atomics, a BARRIER object.
+enum class State : uint8_t { UNINITIALISED, WRITTEN, COPIED, ADDED, IN_FLIGHT, BARRIER };
 
 // What is known of a piece of memory.
 struct Cell {
@@ -47,7 +63,7 @@ struct Cell {
   State state = State::UNINITIALISED;
 };
 
-enum class Conflict : uint8_t { NONE, UNINITIALISED, IN_FLIGHT, WRITE, READ };
+enum class Conflict : uint8_t { NONE, UNINITIALISED, IN_FLIGHT, WRITE, READ, UNFENCED, BARRIER };
 
 struct Verdict {
   Conflict conflict = Conflict::NONE;
@@ -59,14 +75,16 @@ struct Verdict {
 // to a part splits it into cells of 2 bytes. Neighbours within those must be written by one thread.
 class Shadow {
  public:
+  explicit Shadow(Space space = Space::SHARED) : space_(space) {}
+
   // All cells become `state`. Before the end as well: the memory of lists of readers is common to all shadows.
   void reset(size_t bytes, State state);
   Verdict read(const Actor& actor, size_t offset, size_t bytes);
   Verdict write(const Actor& actor, size_t offset, size_t bytes, State state);
   // Whether a read would be in order; leaves no trace.
   Verdict probe(const Actor& actor, size_t offset, size_t bytes);
-  // An asynchronous write becomes a plain one of `actor`, now.
-  void land(const Actor& actor, size_t offset, size_t bytes);
+  // An asynchronous write has arrived: what it wrote becomes `state`, at `clock` of `agent`.
+  void land(uint16_t agent, Clock clock, size_t offset, size_t bytes, State state);
 
  private:
   static constexpr size_t CELL_BYTES = 2;
@@ -80,6 +98,7 @@ class Shadow {
     Chunk chunks[CHUNKS_PER_PAGE];
   };
 
+  Conflict read_conflict(const Cell& cell, const Actor& actor) const;
   Chunk& at(size_t index);
   void split(Chunk& chunk);
   void merge(Chunk& chunk);
@@ -88,6 +107,7 @@ class Shadow {
 
   std::vector<std::unique_ptr<Page>> pages_;
   State initial_ = State::UNINITIALISED;
+  Space space_;
 };
 
 }  // namespace emu

@@ -82,9 +82,10 @@ void cp_async_wait(int pending) {
   Fiber& fiber = enter(__builtin_return_address(0));
   maybe_yield(fiber);
   if (!satisfied(fiber, pending)) fiber.block(Wait::CP_ASYNC, pending);
-  const Actor actor = fiber.actor();
   while (fiber.copies.size() > static_cast<size_t>(pending) + 1) {
-    for (const uint32_t offset : fiber.copies.front().targets) fiber.cta->shadow.land(actor, offset, 16);
+    for (const uint32_t offset : fiber.copies.front().targets) {
+      fiber.cta->shadow.land(fiber.agent, fiber.clock.seen[fiber.agent], offset, 16, State::WRITTEN);
+    }
     fiber.copies.pop_front();
   }
 }

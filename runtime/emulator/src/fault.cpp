@@ -20,6 +20,16 @@ std::string quoted(const std::string& text) {
 
 std::string field(const char* name, int64_t value) { return std::string(", \"") + name + "\": " + std::to_string(value); }
 
+// An agent in words: a thread, a warpgroup's wgmma, or copies.
+std::string culprit(const Moment& moment) {
+  const int per_block = machine.agents_per_block(), local = moment.agent % per_block;
+  const uint32_t block = moment.group * machine.launch->cluster + static_cast<uint32_t>(moment.agent / per_block);
+  const int thread = local < machine.threads ? local : -1, warpgroup = local - machine.threads;
+  const bool product = thread < 0 && warpgroup < machine.threads / WARPGROUP_SIZE;
+  return field("other_block", block) + field("other_thread", thread) + ", \"other_agent\": " +
+         quoted(product ? "the wgmma of warpgroup " + std::to_string(warpgroup) : "an asynchronous copy");
+}
+
 std::string described(const Fault& fault) {
   std::string json = "{\"kind\": " + quoted(fault.kind) + ", \"text\": " + quoted(fault.text) + field("pc", fault.pc);
   if (fault.fiber != nullptr) json += field("block", fault.fiber->cta->linear) + field("thread", fault.fiber->thread);
@@ -29,8 +39,7 @@ std::string described(const Fault& fault) {
     json += field("bytes", static_cast<int64_t>(fault.place.bytes));
   }
   if (fault.other != nullptr) {
-    json += field("other_block", fault.other->group) + field("other_thread", fault.other->agent);
-    json += field("other_pc", fault.other->pc);
+    json += culprit(*fault.other) + field("other_pc", fault.other->pc);
   }
   json += ", \"waiters\": [";
   for (size_t i = 0; i < fault.waiters.size(); ++i) {

@@ -19,17 +19,34 @@ namespace {
 constexpr double SWITCH_WARP = 0.125;  // after all lanes of a warp have had their turn
 constexpr double YIELD = 0.05;         // in a drawer call, under the random policy
 constexpr double STEP_ASYNC = 0.1;     // between two turns of warps, under the random policy
+constexpr size_t MAX_RESIDENT = 64;
+constexpr int MAX_IDLE_POLLS = 10000;
 constexpr auto BEAT = std::chrono::milliseconds(200);
 
 std::vector<unsigned char*> stacks;
 
-void check_at_exit(Fiber& fiber) { check_copies_at_exit(fiber); }
+void check_at_exit(Fiber& fiber) {
+  check_copies_at_exit(fiber);
+  check_bulk_at_exit(fiber);
+  check_products_at_exit(fiber);
+}
 
 }  // namespace
 
 // ---- threads
 
-Actor Fiber::actor() const { return {{cta->linear, clock.seen[agent], pc, agent}, &clock}; }
+Actor Fiber::actor() const { return {{cta->cluster->group, clock.seen[agent], pc, agent}, &clock}; }
+
+uint16_t Cta::agent(int local) const {
+  return static_cast<uint16_t>(static_cast<int>(rank) * machine.agents_per_block() + local);
+}
+
+// With more engines in use than there are agents, some share one: their copies then count as ordered.
+uint16_t Cta::new_engine() {
+  return agent(machine.threads + machine.threads / WARPGROUP_SIZE + next_engine++ % ENGINES);
+}
+
+Clock Cta::tick(uint16_t which) { return ++engine_clocks[which - agent(machine.threads)]; }
 
 void return_to_scheduler(Fiber& fiber) { switch_context(fiber.context, machine.scheduler); }
 
@@ -73,45 +90,68 @@ uint64_t Machine::random() {
 
 bool Machine::chance(double probability) { return (random() & 0xffffff) < probability * 0x1000000; }
 
-void Machine::start_block(int slot) {
+void Machine::start_cluster(int slot) {
+  auto cluster = std::make_shared<Cluster>();
+  cluster->group = order_[next_cluster_++];
+  cluster->joined.reset(launch->cluster * agents_per_block());
+  cluster->ended = cluster->joined;
+  for (uint32_t rank = 0; rank < launch->cluster; ++rank) {
+    start_block(slot + static_cast<int>(rank), cluster->group * launch->cluster + rank, cluster);
+  }
+}
+
+void Machine::start_block(int slot, uint32_t linear, const std::shared_ptr<Cluster>& cluster) {
   auto& cta = resident[slot];
   if (cta == nullptr) cta = std::make_unique<Cta>();
-  const uint32_t linear = order_[next_block_++];
-  const uint32_t *grid = launch->grid, *block = launch->block;
+  const uint32_t* grid = launch->grid;
+  const size_t agents = launch->cluster * agents_per_block();
   cta->linear = linear;
   cta->index = {linear % grid[0], linear / grid[0] % grid[1], linear / grid[0] / grid[1]};
   cta->slot = slot;
+  cta->rank = linear % launch->cluster;
+  cta->cluster = cluster;
+  cluster->blocks.push_back(cta.get());
   cta->running = threads;
   cta->smem = shared_memory(slot);
   memset(cta->smem, 0xff, launch->smem_bytes);  // NaN in every element type
   cta->shadow.reset(launch->smem_bytes, State::UNINITIALISED);
   for (Barrier& barrier : cta->barriers) {
     barrier = {};
-    barrier.joined.reset(threads);
+    barrier.joined.reset(agents);
   }
-  cta->warps.assign(threads / WARP_SIZE, {});
+  cta->mbarriers.clear();
+  cta->next_engine = 0;
+  cta->engine_clocks.assign(threads / WARPGROUP_SIZE + ENGINES, 0);
+  cta->warps.assign((threads + WARP_SIZE - 1) / WARP_SIZE, {});
+  cta->fibers.clear();
   cta->fibers.resize(threads);
   while (stacks.size() < resident.size() * threads) stacks.push_back(new_stack());
-  for (int t = 0; t < threads; ++t) {
-    Fiber& fiber = cta->fibers[t];
-    Warp& warp = cta->warps[t / WARP_SIZE];
-    fiber.stack = stacks[slot * threads + t];
-    fiber.cta = cta.get();
-    fiber.warp = &warp;
-    fiber.thread = t;
-    fiber.lane = t % WARP_SIZE;
-    fiber.agent = static_cast<uint16_t>(t);
-    const auto u = static_cast<unsigned>(t);
-    fiber.index = {u % block[0], u / block[0] % block[1], u / block[0] / block[1]};
-    fiber.wait = Wait::NOTHING;
-    fiber.clock.reset(threads);
-    fiber.clock.seen[t] = 1;
-    fiber.copies.assign(1, {});
-    prepare(fiber.context, fiber.stack, thread_main);
-    warp.cta = cta.get();
-    warp.lanes[t % WARP_SIZE] = &fiber;
-    ++warp.ready;
-  }
+  for (int t = 0; t < threads; ++t) start_thread(*cta, t);
+  start_registers(*cta);
+  start_warpgroups(*cta);
+}
+
+void Machine::start_thread(Cta& cta, int t) {
+  const uint32_t* block = launch->block;
+  Fiber& fiber = cta.fibers[t];
+  Warp& warp = cta.warps[t / WARP_SIZE];
+  fiber.stack = stacks[cta.slot * threads + t];
+  fiber.cta = &cta;
+  fiber.warp = &warp;
+  fiber.thread = t;
+  fiber.lane = t % WARP_SIZE;
+  fiber.agent = cta.agent(t);
+  const auto u = static_cast<unsigned>(t);
+  fiber.index = {u % block[0], u / block[0] % block[1], u / block[0] / block[1]};
+  fiber.clock.reset(launch->cluster * agents_per_block());
+  fiber.clock.seen[fiber.agent] = 1;
+  fiber.copies.assign(1, {});
+  prepare(fiber.context, fiber.stack, thread_main);
+  if (fiber.lane == 0) warp.elected = static_cast<int>(random() % WARP_SIZE);
+  warp.cta = &cta;
+  warp.lanes[fiber.lane] = &fiber;
+  ++warp.size;
+  ++warp.ready;
 }
 
 void Machine::exit_block(Cta& cta) {
@@ -139,22 +179,64 @@ void Machine::run_warp(Warp& warp) {
   do {
     const int first = policy == Policy::EAGER ? 0 : static_cast<int>(random() % WARP_SIZE);
     for (int i = 0; i < WARP_SIZE && warp.ready > 0; ++i) {
-      Fiber& fiber = *warp.lanes[(first + i) % WARP_SIZE];
-      if (fiber.wait == Wait::NOTHING) resume(fiber);
+      Fiber* const fiber = warp.lanes[(first + i) % WARP_SIZE];
+      if (fiber != nullptr && fiber->wait == Wait::NOTHING) resume(*fiber);
     }
   } while (warp.ready > 0 && !chance(SWITCH_WARP));
 }
 
-bool Machine::step_async() { return finish_copies(*this); }
+void Machine::start(std::unique_ptr<Operation> operation) {
+  if (policy != Policy::EAGER) {
+    operations.push_back(std::move(operation));
+    return;
+  }
+  while (!operation->step()) {
+  }
+}
 
-void Machine::run() {
+bool Machine::step_async() {
+  bool (*const kinds[])(Machine&) = {finish_copies, run_operations, run_products};
+  const size_t first = random() % 3;
+  for (size_t i = 0; i < 3; ++i) {
+    if (kinds[(first + i) % 3](*this)) return true;
+  }
+  return false;
+}
+
+// More blocks become resident: the ones that are cannot go on, and may wait for others.
+bool Machine::grow() {
+  if (next_cluster_ >= order_.size() || resident.size() + launch->cluster > MAX_RESIDENT) return false;
+  const int slot = static_cast<int>(resident.size());
+  resident.resize(resident.size() + launch->cluster);
+  start_cluster(slot);
+  return true;
+}
+
+// Those that ask "is it so yet?" get a no, as the hardware gives it after a while; in vain too often is a deadlock.
+bool Machine::wake_pollers() {
+  bool any = false;
+  if (++idle_polls_ > MAX_IDLE_POLLS) return false;
+  for (const auto& cta : resident) {
+    for (Fiber& fiber : cta->fibers) {
+      if (fiber.wait != Wait::POLL) continue;
+      fiber.wake();
+      any = true;
+    }
+  }
+  return any;
+}
+
+void Machine::prepare_run() {
   random_state_ = (launch->seed + 1) * 0x9e3779b97f4a7c15ULL | 1;
   policy = static_cast<Policy>(launch->policy);
   threads = static_cast<int>(launch->block[0] * launch->block[1] * launch->block[2]);
-  switches = accesses = next_block_ = 0;
+  switches = accesses = next_cluster_ = 0;
+  idle_polls_ = 0;
   in_flight.clear();
+  operations.clear();
   banks.clear();
-  order_.resize(launch->grid[0] * launch->grid[1] * launch->grid[2]);
+  forget_semaphores();
+  order_.resize(launch->grid[0] * launch->grid[1] * launch->grid[2] / launch->cluster);
   for (uint32_t i = 0; i < order_.size(); ++i) order_[i] = i;
   if (policy == Policy::LAZY) std::reverse(order_.begin(), order_.end());
   if (policy == Policy::RANDOM) {
@@ -164,12 +246,29 @@ void Machine::run() {
     if (cta != nullptr) cta->shadow.reset(0, State::UNINITIALISED);
   }
   resident.clear();
-  resident.resize(std::min<size_t>(std::max(launch->resident, 1u), order_.size()));
-  uint32_t done = 0;
-  for (size_t slot = 0; slot < resident.size(); ++slot) start_block(static_cast<int>(slot));
+  const size_t clusters = std::max<size_t>(launch->resident / launch->cluster, 1);
+  resident.resize(launch->cluster * std::min(clusters, order_.size()));
+  for (size_t slot = 0; slot < resident.size(); slot += launch->cluster) start_cluster(static_cast<int>(slot));
+}
+
+// The cluster of `cta` has ended: the next one takes its place.
+void Machine::replace(Cta& cta) {
+  const auto cluster = cta.cluster;
+  for (const Cta* block : cluster->blocks) {
+    if (block->running > 0) return;
+  }
+  for (Cta* block : cluster->blocks) exit_block(*block);
+  done_ += launch->cluster;
+  const int slot = cluster->blocks[0]->slot;
+  if (next_cluster_ < order_.size()) start_cluster(slot);
+}
+
+void Machine::run() {
+  prepare_run();
+  done_ = 0;
   std::vector<Warp*> warps;
   auto last_beat = std::chrono::steady_clock::now();
-  while (true) {
+  while (done_ < order_.size() * launch->cluster) {
     warps.clear();
     for (const auto& cta : resident) {
       if (cta->running == 0) continue;
@@ -178,22 +277,50 @@ void Machine::run() {
       }
     }
     if (warps.empty()) {
-      if (!step_async()) deadlock();
+      if (!step_async() && !grow() && !wake_pollers()) deadlock();
       continue;
     }
     if (policy == Policy::RANDOM && chance(STEP_ASYNC)) step_async();
     Warp& warp = *warps[random() % warps.size()];
     run_warp(warp);
-    Cta& cta = *warp.cta;
-    if (cta.running == 0) {
-      exit_block(cta);
-      if (++done == order_.size()) return;
-      if (next_block_ < order_.size()) start_block(cta.slot);
-    }
+    if (warp.cta->running == 0) replace(*warp.cta);
     if (std::chrono::steady_clock::now() - last_beat > BEAT) {
       last_beat = std::chrono::steady_clock::now();
-      launch->beat(done);
+      launch->beat(done_);
     }
+  }
+}
+
+static std::string waited_for(const Fiber& fiber) {
+  const Cta& cta = *fiber.cta;
+  const auto of = [](int arrived, int expected) {
+    return " (" + std::to_string(arrived) + " of " + std::to_string(expected) + " arrived)";
+  };
+  switch (fiber.wait) {
+    case Wait::COLLECTIVE:
+      return "the other lanes of its warp" + of(fiber.warp->arrived, WARP_SIZE);
+    case Wait::BARRIER: {
+      const Barrier& barrier = cta.barriers[fiber.wait_for];
+      return "barrier " + std::to_string(fiber.wait_for) + of(barrier.arrived, barrier.expected);
+    }
+    case Wait::CLUSTER_BARRIER:
+      return "the cluster's barrier" +
+             of(cta.cluster->arrived, machine.threads * static_cast<int>(machine.launch->cluster));
+    case Wait::MBARRIER:
+    case Wait::POLL:
+      return describe_mbarrier(cta, static_cast<uint32_t>(fiber.waits_on)) + ", parity " +
+             std::to_string(fiber.wait_for);
+    case Wait::WGMMA:
+      return "its wgmma groups, which not all threads of the warpgroup have issued";
+    case Wait::REGISTERS:
+      return "setmaxnreg.inc to " + std::to_string(fiber.wait_for) + " (" + std::to_string(cta.registers_free) +
+             " registers free in the block)";
+    case Wait::SEMAPHORE:
+      return "a semaphore in device memory to become " + std::to_string(fiber.wait_for);
+    case Wait::EXITED:
+      return "nothing: exited";
+    default:
+      return "its copies";
   }
 }
 
@@ -201,26 +328,11 @@ void Machine::deadlock() {
   std::map<std::pair<uint32_t, std::string>, Waiters> groups;
   for (const auto& cta : resident) {
     for (const Fiber& fiber : cta->fibers) {
-      std::string what;
-      switch (fiber.wait) {
-        case Wait::COLLECTIVE:
-          what = "the other lanes of its warp (" + std::to_string(fiber.warp->arrived) + " of 32 arrived)";
-          break;
-        case Wait::BARRIER: {
-          const Barrier& barrier = cta->barriers[fiber.wait_for];
-          what = "barrier " + std::to_string(fiber.wait_for) + " (" + std::to_string(barrier.arrived) + " of " +
-                 std::to_string(barrier.expected) + " arrived)";
-          break;
-        }
-        case Wait::EXITED:
-          what = "nothing: exited";
-          break;
-        default:
-          what = "its copies";
-      }
+      const std::string what = waited_for(fiber);
       if (cta->running == 0) continue;
-      auto [entry, fresh] = groups.try_emplace({cta->linear, what}, Waiters{0, cta->linear, fiber.thread, fiber.pc, what});
-      ++entry->second.count;
+      auto& group = groups.try_emplace({cta->linear, what}, Waiters{0, cta->linear, fiber.thread, fiber.pc, what})
+                        .first->second;
+      ++group.count;
     }
   }
   Fault fault{"deadlock", "no thread can go on", nullptr, 0, {}, nullptr, {}};
@@ -232,6 +344,7 @@ void Machine::deadlock() {
 
 void meet(Fiber& fiber, Collective collective, void* arguments) {
   Warp& warp = *fiber.warp;
+  if (warp.size < WARP_SIZE) fail(fiber, "collective", {}, "a collective in a warp of %d lanes", warp.size);
   if (warp.arrived == 0) {
     warp.collective = collective;
   } else if (warp.collective != collective) {

@@ -2,8 +2,9 @@
 #pragma once
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
-#include <unordered_map>
+#include <string>
 #include <vector>
 
 #include "../host/emu.h"
@@ -15,19 +16,41 @@ namespace emu {
 
 constexpr int WARP_SIZE = 32;
 constexpr int MAX_BARRIERS = 16;
+constexpr int WARPGROUP_SIZE = 128;
+constexpr int ENGINES = 64;  // agents of one block for its asynchronous copies
 constexpr uint32_t SMEM_WINDOW = 1024;  // 32-bit shared address of the first dynamic byte: the driver keeps the rest
 
 struct Cta;
 struct Fiber;
 struct Warp;
 
-enum class Wait : uint8_t { NOTHING, COLLECTIVE, BARRIER, CP_ASYNC, EXITED };
+enum class Wait : uint8_t {
+  NOTHING, COLLECTIVE, BARRIER, CLUSTER_BARRIER, MBARRIER, CP_ASYNC, BULK, WGMMA, REGISTERS, SEMAPHORE, POLL, EXITED
+};
 enum class Policy : uint32_t { EAGER, LAZY, RANDOM };
 
 // The copies of one cp.async group that have not been waited for.
 struct CopyGroup {
   int unfinished = 0;
   std::vector<uint32_t> targets;  // shared-memory offsets, 16 bytes each
+};
+
+// The bulk stores of one thread. Their reads of shared memory and their writes are agents of their own, whose clocks
+// count groups.
+struct BulkStores {
+  struct Group {
+    int reading = 0, writing = 0;
+  };
+  std::vector<Group> groups = std::vector<Group>(1);  // the last one is still open
+  size_t read_waited = 0, write_waited = 0;           // groups that a wait has covered
+  uint16_t reader = 0, writer = 0;                    // agents, 0: none yet
+};
+
+// Registers of a thread that belong to an unfinished wgmma: accumulators, or fragments of a.
+struct OwnedRegisters {
+  const unsigned char* begin;
+  const unsigned char* end;
+  bool readable;
 };
 
 struct Fiber {
@@ -45,11 +68,21 @@ struct Fiber {
   bool vote = false;  // result of the last barrier
   VectorClock clock;
   std::deque<CopyGroup> copies;  // the last one is still open
+  BulkStores bulk;
+  std::vector<OwnedRegisters> owned;
+  std::vector<OwnedRegisters> fenced;  // listed in a wgmma_fence since they were last owned
+  uint64_t products = 0;               // wgmmas issued
+  uint64_t product_groups = 0;         // and committed
+  bool cluster_arrived = false;        // at the cluster's barrier, and not yet waited
+  uint64_t waits_on = 0;               // WAIT-specific: an address
+  VectorClock released;                // what its last fence.acq_rel releases through relaxed atomics
+  VectorClock acquirable;              // what relaxed atomics have read, for its next fence.acq_rel
 
   Actor actor() const;
   void block(Wait reason, int detail = 0);  // returns when another has called wake()
   void wake();
   void release() { ++clock.seen[agent]; }   // what it does from now on is not covered by what others saw of it
+  bool exited() const { return wait == Wait::EXITED; }
 };
 
 using Collective = void (*)(Warp&);
@@ -57,8 +90,11 @@ using Collective = void (*)(Warp&);
 struct Warp {
   Cta* cta = nullptr;
   Fiber* lanes[WARP_SIZE] = {};
+  int size = 0;
   int ready = 0;  // lanes that can run
   int arrived = 0;
+  int registers = 0;  // of each thread
+  int elected = 0;    // the lane that elect_one() picks
   Collective collective = nullptr;
   void* arguments[WARP_SIZE] = {};
   PendingAccesses accesses;
@@ -72,16 +108,51 @@ struct Barrier {
   std::vector<Fiber*> waiting;
 };
 
+// What the machine knows of an mbarrier beside the 8 bytes of its state.
+struct Mbarrier {
+  VectorClock arrived;       // joined over all arrivals and landed copies
+  VectorClock ended[2];      // as it was at the end of the last phase of each parity
+  Moment initialised;
+  bool fenced = false;       // its init has been shown to the async proxy
+  uint16_t engine = 0;       // agent of the copies that report to it
+  std::vector<Fiber*> waiting;
+};
+
+struct Warpgroup;
+
+// Blocks that run together and can reach each other's shared memory.
+struct Cluster {
+  uint32_t group = 0;
+  std::vector<Cta*> blocks;
+  int arrived = 0;     // threads at the cluster's barrier
+  VectorClock joined;  // over all that have released there
+  VectorClock ended;   // as it was when the last phase ended
+  std::vector<Fiber*> waiting;
+  uint64_t phase = 0;
+};
+
 struct Cta {
   uint32_t linear = 0;  // position in the grid, x fastest
   Index3 index{};
   int slot = 0;
+  uint32_t rank = 0;    // in its cluster
+  std::shared_ptr<Cluster> cluster;
+  int registers_free = 0;
+  int next_engine = 0;
   int running = 0;      // threads that have not exited
   unsigned char* smem = nullptr;
   Shadow shadow;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   Barrier barriers[MAX_BARRIERS];
+  std::map<uint32_t, Mbarrier> mbarriers;  // by offset
+  std::vector<std::shared_ptr<Warpgroup>> warpgroups;
+
+  uint16_t agent(int local) const;  // number of an agent of this block in the cluster
+  uint16_t new_engine();
+  // The clock of an engine ticks.
+  std::vector<Clock> engine_clocks;
+  Clock tick(uint16_t agent);
 };
 
 // A tensor. `sizes` and `strides` (bytes, falling) leave out the innermost run; rank 0: one run.
@@ -102,7 +173,9 @@ struct Launch {  // mirrored in runtime/emulator/worker.py
   uint32_t grid[3];
   uint32_t block[3];
   uint32_t smem_bytes;
-  uint32_t resident;  // blocks at a time
+  uint32_t cluster;    // blocks in one
+  uint32_t registers;  // of each thread at the start
+  uint32_t resident;   // blocks at a time, more if those cannot go on without them
   uint64_t seed;
   uint32_t policy;
   uint32_t num_buffers;
@@ -119,6 +192,12 @@ struct Copy {
   uint32_t bytes;
 };
 
+// Asynchronous work of an engine. step() does a part of it and returns whether that was the last.
+struct Operation {
+  virtual ~Operation() = default;
+  virtual bool step() = 0;
+};
+
 struct Machine {
   const Launch* launch = nullptr;
   Policy policy = Policy::EAGER;
@@ -126,21 +205,32 @@ struct Machine {
   std::vector<std::unique_ptr<Cta>> resident;
   std::deque<Shadow> global;  // by buffer
   std::vector<Copy> in_flight;
+  std::vector<std::unique_ptr<Operation>> operations;
   BankSites banks;
   uint64_t switches = 0;
   uint64_t accesses = 0;
   Context scheduler;
 
   void run();
+  void start(std::unique_ptr<Operation> operation);  // under the eager policy it is done at once
+  int agents_per_block() const { return threads + threads / WARPGROUP_SIZE + ENGINES; }
   uint64_t random();
   bool chance(double probability);
 
  private:
   uint64_t random_state_ = 0;
-  uint32_t next_block_ = 0;
-  std::vector<uint32_t> order_;  // of the blocks
+  uint32_t next_cluster_ = 0;
+  uint32_t done_ = 0;  // blocks
+  std::vector<uint32_t> order_;  // of the clusters
+  int idle_polls_ = 0;
 
-  void start_block(int slot);
+  void start_cluster(int slot);
+  void start_block(int slot, uint32_t linear, const std::shared_ptr<Cluster>& cluster);
+  void start_thread(Cta& cta, int t);
+  void prepare_run();
+  void replace(Cta& cta);
+  bool grow();
+  bool wake_pollers();
   void run_warp(Warp& warp);
   void resume(Fiber& fiber);
   bool step_async();
@@ -161,7 +251,19 @@ void maybe_yield(Fiber& fiber);  // lets others run now and then
 // All lanes of the warp bring `arguments`; the last one runs `collective` for all.
 void meet(Fiber& fiber, Collective collective, void* arguments);
 
-bool finish_copies(Machine& m);         // cp_async.cpp: runs some pending copies by policy; false if there were none
+// Each runs some pending work by policy, and returns false if there is none.
+bool finish_copies(Machine& m);     // cp_async.cpp
+bool run_operations(Machine& m);    // bulk.cpp
+bool run_products(Machine& m);      // wgmma.cpp
+
+// Work that a thread has not waited for when it exits is a fault.
 void check_copies_at_exit(Fiber& fiber);
+void check_bulk_at_exit(Fiber& fiber);
+void check_products_at_exit(Fiber& fiber);
+
+void start_warpgroups(Cta& cta);    // wgmma.cpp
+void start_registers(Cta& cta);     // setmaxnreg.cpp
+void forget_semaphores();           // atomic.cpp
+std::string describe_mbarrier(const Cta& cta, uint32_t offset);
 
 }  // namespace emu

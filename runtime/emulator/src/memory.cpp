@@ -30,7 +30,16 @@ bool in_view(const Buffer& buffer, uint64_t offset, size_t bytes) {
 }
 
 const char* name(Access access) {
-  return access == Access::READ || access == Access::PROBE ? "read" : access == Access::WRITE ? "write" : "asynchronous write";
+  switch (access) {
+    case Access::WRITE:
+      return "write";
+    case Access::ASYNC_WRITE:
+      return "asynchronous write";
+    case Access::ATOMIC:
+      return "atomic write";
+    default:
+      return "read";
+  }
 }
 
 [[noreturn]] void conflict(const Fiber& fiber, const Verdict& verdict, Place place, Access access) {
@@ -46,6 +55,14 @@ const char* name(Access access) {
       fault.kind = "in_flight";
       fault.text = std::string(name(access)) + " while an asynchronous copy to the same place is in flight, issued by";
       break;
+    case Conflict::UNFENCED:
+      fault.kind = "unfenced";
+      fault.text = std::string(name(access)) + " by the async proxy of what no proxy fence has shown to it, written by";
+      break;
+    case Conflict::BARRIER:
+      fault.kind = "barrier";
+      fault.text = std::string(name(access)) + " of an mbarrier, initialised by";
+      break;
     case Conflict::WRITE:
       fault.text = std::string(name(access)) + " that nothing orders after the write by";
       break;
@@ -55,34 +72,49 @@ const char* name(Access access) {
   stop(fault);
 }
 
-void judge(Fiber& fiber, Shadow& shadow, const Place& place, Access access) {
+void judge(const Fiber& fiber, const Actor& actor, Shadow& shadow, const Place& place, Access access) {
   const auto offset = static_cast<size_t>(place.offset);
-  const Actor actor = fiber.actor();
-  const Verdict verdict =
-      access == Access::READ    ? shadow.read(actor, offset, place.bytes)
-      : access == Access::PROBE ? shadow.probe(actor, offset, place.bytes)
-                                : shadow.write(actor, offset, place.bytes, access == Access::WRITE ? State::WRITTEN : State::IN_FLIGHT);
+  Verdict verdict;
+  switch (access) {
+    case Access::READ:
+      verdict = shadow.read(actor, offset, place.bytes);
+      break;
+    case Access::PROBE:
+      verdict = shadow.probe(actor, offset, place.bytes);
+      break;
+    default: {
+      const State state = access == Access::WRITE         ? State::WRITTEN
+                          : access == Access::ASYNC_WRITE ? State::IN_FLIGHT
+                                                          : State::ADDED;
+      verdict = shadow.write(actor, offset, place.bytes, state);
+    }
+  }
   if (verdict.conflict != Conflict::NONE) conflict(fiber, verdict, place, access);
 }
 
 // True if the address belongs to the arena of shared memory.
-bool check_shared(Fiber& fiber, const unsigned char* p, size_t bytes, Access access) {
+bool check_shared(const Fiber& fiber, const Actor& actor, const unsigned char* p, size_t bytes, Access access) {
   if (arena == nullptr || p < arena || p >= arena + MAX_SLOTS * SLOT_BYTES) return false;
-  const int64_t offset = p - fiber.cta->smem;
-  const Place place{Place::SHARED, 0, offset, bytes};
+  Cta* const cta = owner(fiber, p);
+  if (cta == nullptr) fail(fiber, "out_of_bounds", {}, "%s of the shared memory of a block outside the cluster", name(access));
+  const int64_t offset = p - cta->smem;
+  const Place place{Place::SHARED, cta->rank, offset, bytes};
   const auto size = static_cast<int64_t>(machine.launch->smem_bytes);
   if (offset < 0 || offset + static_cast<int64_t>(bytes) > size) {
     fail(fiber, "out_of_bounds", place, "%s of %zu bytes outside the %lld bytes of the block's shared memory",
          name(access), bytes, static_cast<long long>(size));
   }
-  if (access == Access::READ || access == Access::WRITE) {
+  if (cta != fiber.cta && cta->running == 0) {
+    fail(fiber, "out_of_bounds", place, "%s of the shared memory of a block that has exited", name(access));
+  }
+  if (!actor.async_proxy && (access == Access::READ || access == Access::WRITE) && cta == fiber.cta) {
     fiber.warp->accesses.add(fiber.pc, fiber.lane, static_cast<uint32_t>(offset), static_cast<uint32_t>(bytes));
   }
-  judge(fiber, fiber.cta->shadow, place, access);
+  judge(fiber, actor, cta->shadow, place, access);
   return true;
 }
 
-bool check_global(Fiber& fiber, const unsigned char* p, size_t bytes, Access access) {
+bool check_global(const Fiber& fiber, const Actor& actor, const unsigned char* p, size_t bytes, Access access) {
   const Launch& launch = *machine.launch;
   for (uint32_t i = 0; i < launch.num_buffers; ++i) {
     const Buffer& buffer = launch.buffers[i];
@@ -97,7 +129,7 @@ bool check_global(Fiber& fiber, const unsigned char* p, size_t bytes, Access acc
       if (access != Access::READ) fail(fiber, "read_only", place, "%s of an input", name(access));
       return true;  // nobody can race with it
     }
-    judge(fiber, machine.global[i], place, access);
+    judge(fiber, actor, machine.global[i], place, access);
     return true;
   }
   return false;
@@ -106,13 +138,32 @@ bool check_global(Fiber& fiber, const unsigned char* p, size_t bytes, Access acc
 }  // namespace
 
 void check(Fiber& fiber, const void* pointer, size_t bytes, Access access) {
+  check(fiber, fiber.actor(), pointer, bytes, access);
+}
+
+Cta* owner(const Fiber& fiber, const void* pointer) {
+  const int64_t slot = (static_cast<const unsigned char*>(pointer) - arena) / static_cast<int64_t>(SLOT_BYTES);
+  for (Cta* block : fiber.cta->cluster->blocks) {
+    if (block->slot == slot) return block;
+  }
+  return nullptr;
+}
+
+void check(const Fiber& fiber, const Actor& actor, const void* pointer, size_t bytes, Access access) {
   const auto* const p = static_cast<const unsigned char*>(pointer);
   ++machine.accesses;
-  if (check_shared(fiber, p, bytes, access) || check_global(fiber, p, bytes, access)) return;
+  if (check_shared(fiber, actor, p, bytes, access) || check_global(fiber, actor, p, bytes, access)) return;
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   if (access == Access::READ && address >= module_begin && address + bytes <= module_end) return;  // a constant
   fail(fiber, "wild", {}, "%s of %zu bytes at %p, which is neither shared memory, nor a tensor, nor the thread's own",
        name(access), bytes, pointer);
+}
+
+void check_registers(const Fiber& fiber, const unsigned char* p, size_t bytes, bool write) {
+  for (const OwnedRegisters& owned : fiber.owned) {
+    if (p + bytes <= owned.begin || p >= owned.end || (owned.readable && !write)) continue;
+    fail(fiber, "registers", {}, "%s of registers that belong to an unfinished wgmma", write ? "write" : "read");
+  }
 }
 
 uint32_t shared_offset(const Fiber& fiber, const void* pointer, size_t bytes, size_t alignment, const char* what) {
@@ -174,8 +225,14 @@ namespace {
 
 inline void hook(const void* pointer, size_t bytes, bool write, const void* return_address) {
   emu::Fiber* const fiber = emu::current;
-  if (fiber == nullptr || static_cast<size_t>(static_cast<const unsigned char*>(pointer) - fiber->stack) < emu::STACK_BYTES)
-    return;  // registers and locals
+  if (fiber == nullptr) return;
+  const auto* const p = static_cast<const unsigned char*>(pointer);
+  if (static_cast<size_t>(p - fiber->stack) < emu::STACK_BYTES) {  // registers and locals
+    if (fiber->owned.empty()) return;
+    fiber->pc = emu::code_offset(return_address);
+    emu::check_registers(*fiber, p, bytes, write);
+    return;
+  }
   fiber->pc = emu::code_offset(return_address);
   emu::check(*fiber, pointer, bytes, write ? emu::Access::WRITE : emu::Access::READ);
 }

@@ -37,31 +37,27 @@ template <class Shape, int THREADS, class Element, int M, int V, class Visible>
 FG_DEVICE void extract_nonfinite(float (&o)[M][V][4], unsigned char* tile, int q_pos, int kv_tile_start,
                                  Visible visible) {
 #pragma unroll 1
-  for (int key = 0; key < Shape::ROWS; ++key) {
-    bool seen[M][2];
+  for (int i = 0; i < Shape::ROWS * V; ++i) {
+    const int key = i / V, chunk = i % V;
+    const uint32_t pair = *reinterpret_cast<const uint32_t*>(tile + Shape::offset(key, chunk) + threadIdx.x % 4 * 4);
+    const uint32_t bits = nonfinite_bits<Element>(pair);
+    if (bits == 0) continue;
+    const float even = bits & 0x8000u ? to_float(Element{(uint16_t)pair}) : 0.0f;
+    const float odd = bits >> 16 ? to_float(Element{(uint16_t)(pair >> 16)}) : 0.0f;
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const KeyRange keys = visible(q_pos + 16 * m + 8 * h);
-        seen[m][h] = keys.first <= kv_tile_start + key && kv_tile_start + key <= keys.last;
+        if (keys.first <= kv_tile_start + key && kv_tile_start + key <= keys.last) {
+#pragma unroll
+          for (int v = 0; v < V; ++v)  // registers have no run-time index
+            if (v == chunk) {
+              o[m][v][2 * h] += even;
+              o[m][v][2 * h + 1] += odd;
+            }
+        }
       }
-#pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const uint32_t pair = *reinterpret_cast<const uint32_t*>(tile + Shape::offset(key, v) + threadIdx.x % 4 * 4);
-      const uint32_t bits = nonfinite_bits<Element>(pair);
-      if (bits == 0) continue;
-      const float even = bits & 0x8000u ? to_float(Element{(uint16_t)pair}) : 0.0f;
-      const float odd = bits >> 16 ? to_float(Element{(uint16_t)(pair >> 16)}) : 0.0f;
-#pragma unroll
-      for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          if (seen[m][h]) {
-            o[m][v][2 * h] += even;
-            o[m][v][2 * h + 1] += odd;
-          }
-    }
   }
   sync_block();  // every warp has read the tile before it changes
   for (int i = threadIdx.x; i < Shape::ROWS * Shape::CHUNKS * 4; i += THREADS) {

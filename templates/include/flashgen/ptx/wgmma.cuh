@@ -2,9 +2,9 @@
 // come from shared memory through descriptors, a also from registers; K is 32 bytes of one row. The products themselves
 // depend on N and are rendered for the shapes a kernel uses (codegen/wgmma.py); what they share is here.
 //
-// Thread t of the warpgroup, w = t / 32, g = t % 32 / 4, q = t % 4, holds of
-//   d: row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 q + i % 2                        in d[i]
-//   a: row 16 w + g + 8 (r % 2), elements (r / 2) K/2 + 4/size q and the rest of 4 bytes    in a[r]
+// Thread t of the warpgroup, with w = t / 32, g = t % 32 / 4, q = t % 4 and e elements to 4 bytes (2 or 4), holds
+//   in d[i]  row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 q + i % 2
+//   in a[r]  row 16 w + g + 8 (r % 2), the e elements from k = 4 e (r / 2) + e q on, the first in the low bits
 #pragma once
 #include "flashgen/ptx/smem.cuh"
 
