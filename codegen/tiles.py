@@ -49,7 +49,7 @@ TILES: tuple[TileRow, ...] = (
         (ANY, 192, 128, 128, 32, 4, 2, 2, "shared", None),
         (FULL, 192, 192, 128, 64, 8, 2, 1, "registers", 2),
         (ANY, 192, 192, 64, 32, 4, 2, 2, "registers", None),
-        (ANY, 224, 224, 64, 32, 4, 2, 2, "registers", None),  # the row of 256 spills there under a window
+        (ANY, 224, 224, 64, 32, 4, 2, 2, "shared", None),  # the row of 256 spills there under a window
         (ANY, 256, 256, 128, 64, 8, 2, 1, "shared", 4),
     ),
     *_rows(

@@ -160,6 +160,16 @@ def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> S
         next="add the missing values to the spec, or leave spec out")
 
 
+def check_head_dims(head_dim_qk: int, head_dim_v: int) -> None:
+    """UnsupportedError unless both are multiples of 8 up to MAX_HEAD_DIM: what 16-byte copies and the tiles cover."""
+    dims = (head_dim_qk, head_dim_v)
+    if any(d % 8 or not 8 <= d <= MAX_HEAD_DIM for d in dims):
+        nearest = tuple(min(max(8, -(-d // 8) * 8), MAX_HEAD_DIM) for d in dims)
+        raise UnsupportedError(f"head dims (head_dim_qk, head_dim_v) = {dims}",
+                               allowed=f"multiples of 8 from 8 to {MAX_HEAD_DIM}",
+                               nearest=f"{nearest}: pad q, k and v with zero columns and give softmax_scale")
+
+
 def shipped_variant(wanted: Wanted, archs: list[str]) -> Spec:
     """The shipped variant that serves the call, or one made for head dims that no shipped spec lists."""
     shipped = _shipped()
@@ -167,17 +177,11 @@ def shipped_variant(wanted: Wanted, archs: list[str]) -> Spec:
         for choice in _selectors(wanted, arch):
             if choice in shipped:
                 return shipped[choice]
-    dims = (wanted.head_dim_qk, wanted.head_dim_v)
-    if any(d % 8 or not 8 <= d <= MAX_HEAD_DIM for d in dims):
-        nearest = tuple(min(max(8, -(-d // 8) * 8), MAX_HEAD_DIM) for d in dims)
-        raise UnsupportedError(f"head dims (head_dim_qk, head_dim_v) = {dims}",
-                               allowed=f"multiples of 8 from 8 to {MAX_HEAD_DIM}",
-                               nearest=f"{nearest}: pad q, k and v with zero columns and give softmax_scale")
     model = next((s for s in shipped.values() if s.arch in archs and s.name == DEFAULT_SPEC), None)
     if model is None:
         raise UnsupportedError(f"no shipped spec lists any of {', '.join(archs)}", next="flashgen list")
-    return model.with_(dtype=wanted.dtype, head_dim_qk=dims[0], head_dim_v=dims[1], causal=wanted.causal,
-                       window=wanted.window, kv_layout=wanted.kv_layout)
+    return model.with_(dtype=wanted.dtype, head_dim_qk=wanted.head_dim_qk, head_dim_v=wanted.head_dim_v,
+                       causal=wanted.causal, window=wanted.window, kv_layout=wanted.kv_layout)
 
 
 @functools.cache

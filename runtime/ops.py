@@ -19,7 +19,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
 from flashgen.runtime.kernel import Launcher, fa2_values
-from flashgen.runtime.lookup import EMULATED, Wanted, registry
+from flashgen.runtime.lookup import EMULATED, Wanted, check_head_dims, registry
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 16       # one cp.async
 MAX_LENGTH = 2**30         # sums of two positions and a window stay within 32 bits
 MEMO_LIMIT = 4096          # varlen calls bring ever new totals
+FORCE_CPU = os.environ.get("FLASHGEN_DEVICE") == "cpu"  # read once: this is on the path of every call
 CAUSAL_CODES = {False: 0, True: 1, "top_left": 2}
 DTYPE_NAMES = {getattr(torch, d.torch_name): d.name for d in DTYPES.values()}
 
@@ -41,7 +42,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 
     Args:
         q: [batch, seqlen_q, num_heads_q, head_dim_qk], or with cu_seqlens_* [total_q, num_heads_q, head_dim_qk];
-            bf16 or fp16, on a CUDA device, or on the CPU, where the kernels run emulated. Head dims are multiples of 8 up to 256.
+            bf16 or fp16, on a CUDA device, or on the CPU, where the kernels run emulated. Head dims are multiples of 8
+            up to 256.
         k: [batch, seqlen_kv, num_heads_kv, head_dim_qk] or [total_kv, ...]. num_heads_q is a multiple of num_heads_kv;
             query head h reads kv head h // (num_heads_q // num_heads_kv).
         v: as k with head_dim_v columns.
@@ -72,9 +74,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         raise UnsupportedError("a gradient is asked for, and flashgen has no backward kernel yet", where="q, k, v",
                                allowed="inputs without requires_grad", next="call it under torch.no_grad()")
     if not (q.is_cuda or q.is_cpu):
-        raise UnsupportedError(f"q is on {q.device}", where="q", allowed="tensors on a CUDA device, or on the CPU, where "
-                               "kernels run emulated")
-    if q.is_cuda and os.environ.get("FLASHGEN_DEVICE", "cuda") == "cpu":
+        raise UnsupportedError(f"q is on {q.device}", where="q",
+                               allowed="tensors on a CUDA device, or on the CPU, where kernels run emulated")
+    if FORCE_CPU and q.is_cuda:
         return _on_cpu(q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, return_lse=return_lse,
                        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, out=out, spec=spec)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
@@ -177,6 +179,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     varlen = cu_q is not None
     _check_tensors(q, k, v, cu_q, cu_kv)
     _check_options(left, right, scale)
+    check_head_dims(q.shape[-1], v.shape[-1])
     batch, seqlen_q = (cu_q.shape[0] - 1, q.shape[0]) if varlen else (q.shape[0], q.shape[1])
     seqlen_kv = k.shape[-3]
     num_heads_q, num_heads_kv, head_dim_qk, head_dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]

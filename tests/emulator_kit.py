@@ -21,6 +21,7 @@ from flashgen.errors import VerifyError
 from flashgen.runtime import lookup
 from flashgen.runtime.compare import check
 from flashgen.runtime.edges import emulated_problems
+from flashgen.runtime.emulator.client import TensorMapPlace
 from flashgen.runtime.emulator.kernel import Argument, EmulatedKernel, LaunchShape, Statistics, launch
 from flashgen.runtime.emulator.schedule import Schedule, scheduled
 from flashgen.runtime.emulator.toolchain import compile_kernel
@@ -51,13 +52,16 @@ def problems_of(spec: Spec, seed: int = 0) -> list[Problem]:
 
 
 def with_nans_in_v(inputs: Inputs) -> Inputs:
-    """NaN and infinities in the last keys of each sequence, so that some rows see them and others do not."""
+    """NaN and infinities in the last keys of each sequence, so that some rows see them and others do not.
+
+    No infinities where large scores make weights underflow: 0 * inf is NaN in 16 bits, and inf in fp64.
+    """
     v = inputs.v.clone()
     ends = [v.shape[-3]] if inputs.cu_seqlens_kv is None else inputs.cu_seqlens_kv[1:].tolist()
     for end in ends:
         if end > 4:
             v.narrow(-3, end - 2, 1)[..., ::3] = float("nan")
-            v.narrow(-3, end - 3, 1)[..., 1::2] = float("-inf")
+            v.narrow(-3, end - 3, 1)[..., 1::2] = float("nan" if inputs.softmax_scale == 1.0 else "-inf")
     return inputs.with_(v=v)
 
 
@@ -137,9 +141,11 @@ def run_case(case: Case, inputs: Arrays, schedule: Schedule) -> tuple[Arrays, St
     arguments = [Argument(name, tensor, maps_bytes + 8 * i, not case.pointers[name].startswith("const "))
                  for i, (name, tensor) in enumerate(tensors.items())]
     path: Path = compile_kernel(case.source())
+    maps = [TensorMapPlace(128 * i, list(tensors).index(m.buffer), m.element_bytes, m.element == "f32", m.swizzle,
+                           m.dims, m.strides, m.box) for i, m in enumerate(case.maps.values())]
+    shape = LaunchShape((case.blocks, 1, 1), case.threads, case.smem, case.cluster)
     with scheduled(schedule):
         for _ in range(case.launches):
-            statistics = launch(case_plan(case), path, packed, arguments,
-                                LaunchShape((case.blocks, 1, 1), case.threads, case.smem))
+            statistics = launch(case_plan(case), path, packed, arguments, shape, maps)
     return {name: tensor.numpy().view(inputs[name].dtype).reshape(inputs[name].shape)
             for name, tensor in tensors.items()}, statistics

@@ -263,6 +263,8 @@ def _spec(**fields: Any) -> Spec:
 REFUSED: dict[str, tuple[Callable[[Inputs], Inputs], Callable[[], dict[str, Any]], str]] = {
     # name: (change of the inputs, further arguments, words of the message)
     "head dim 36": (lambda x: x.with_(q=x.q[..., :36], k=x.k[..., :36]), dict, "36|multiple of 8"),
+    "head dim 36, packed rows": (lambda x: x.with_(q=x.q[..., :36].contiguous(), k=x.k[..., :36].contiguous()), dict,
+                                 "36|multiple of 8"),
     "head dim 264": (lambda x: x.with_(q=torch.cat([x.q] * 5, -1)[..., :264], k=torch.cat([x.k] * 5, -1)[..., :264]),
                      dict, "264|256"),
     "q and k differ in head dim": (lambda x: x.with_(k=x.k[..., :32]), dict, "head_dim|32"),
@@ -272,7 +274,6 @@ REFUSED: dict[str, tuple[Callable[[Inputs], Inputs], Callable[[], dict[str, Any]
     "float32": (lambda x: x.with_(q=x.q.float(), k=x.k.float(), v=x.v.float()), dict, "float32"),
     "two dtypes": (lambda x: x.with_(v=x.v.half()), dict, "dtype|float16"),
     "two devices": (lambda x: x.with_(v=x.v.cpu()), dict, "device|cpu"),
-    "CPU tensors": (lambda x: x.with_(q=x.q.cpu(), k=x.k.cpu(), v=x.v.cpu()), dict, "CPU|cpu|CUDA"),
     "unknown causal": (lambda x: x.with_(causal="sideways"), dict, "causal"),
     "window below -1": (lambda x: x.with_(window=(-2, 0)), dict, "window"),
     "scale 0": (lambda x: x.with_(softmax_scale=0.0), dict, "softmax_scale"),

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flashgen.errors import EnvironmentError_
@@ -36,6 +36,21 @@ class BufferPlace:
     param_offset: int   # of its pointer in the parameter block
 
 
+@dataclass(frozen=True)
+class TensorMapPlace:
+    """A tensor map in the parameter block, with the arguments of cuTensorMapEncodeTiled: the contiguous dimension
+    first, strides in bytes of all dimensions but that one."""
+
+    param_offset: int
+    buffer: int         # index among the launch's buffers
+    element_bytes: int
+    is_f32: bool
+    swizzle_bytes: int  # 0: none
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
 @dataclass
 class Request:
     kernel: str                       # path of the shared object
@@ -46,14 +61,18 @@ class Request:
     policy: str
     seed: int
     resident: int
+    cluster: int
+    registers: int                    # of each thread at the start
     buffers: list[BufferPlace] = field(default_factory=list)
+    maps: list[TensorMapPlace] = field(default_factory=list)
 
     def to_json(self, memory_bytes: int) -> str:
         rows = [{"offset": b.offset, "bytes": b.bytes, "run_bytes": b.run_bytes, "sizes": b.sizes,
                  "strides": b.strides_bytes, "writable": int(b.writable),
                  "initialised": int(b.initialised), "param_offset": b.param_offset}
                 for b in self.buffers]
-        fields = {**self.__dict__, "params": self.params.hex(), "buffers": rows, "memory_bytes": memory_bytes}
+        fields = {**self.__dict__, "params": self.params.hex(), "buffers": rows, "memory_bytes": memory_bytes,
+                  "maps": [asdict(tensor_map) for tensor_map in self.maps]}
         return json.dumps(fields) + "\n"
 
 

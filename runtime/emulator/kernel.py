@@ -16,7 +16,16 @@ from flashgen.codegen.plan import Plan, params_layout
 from flashgen.codegen.source import Source
 from flashgen.errors import VerifyError
 from flashgen.log import logger
-from flashgen.runtime.emulator.client import ALIGN_BYTES, GUARD_BYTES, POISON, BufferPlace, Request, Worker, WorkerDied
+from flashgen.runtime.emulator.client import (
+    ALIGN_BYTES,
+    GUARD_BYTES,
+    POISON,
+    BufferPlace,
+    Request,
+    TensorMapPlace,
+    Worker,
+    WorkerDied,
+)
 from flashgen.runtime.emulator.report import TensorView, fault_error, site
 from flashgen.runtime.emulator.schedule import current_schedule
 from flashgen.runtime.emulator.toolchain import compile_kernel
@@ -25,6 +34,7 @@ from flashgen.runtime.kernel import pack_params, pointer_names
 if TYPE_CHECKING:
     from torch import Tensor
 
+REGISTERS_PER_SM = 65536
 SLOW_S = 2.0  # after this a launch shows its progress
 _local = threading.local()
 
@@ -64,9 +74,17 @@ class LaunchShape:
     grid: tuple[int, int, int]
     threads: int
     smem_bytes: int
+    cluster: int = 1  # blocks along x
+    min_blocks_per_sm: int = 1
+
+    @property
+    def registers(self) -> int:
+        """Of each thread: what __launch_bounds__ leaves it, which setmaxnreg moves around."""
+        return min(255, REGISTERS_PER_SM // (self.threads * self.min_blocks_per_sm) // 8 * 8)
 
 
-def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument], shape: LaunchShape) -> Statistics:
+def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument], shape: LaunchShape,
+           maps: Sequence[TensorMapPlace] = ()) -> Statistics:
     """Run a kernel's shared object. `packed`: its parameter block, pointers filled in here. Writes to the arguments'
     tensors. KernelFault if the checker objects, VerifyError if the kernel crashes or hangs."""
     import torch
@@ -80,7 +98,7 @@ def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument
     for window, argument in zip(windows, arguments, strict=True):
         window.copy_(_span(argument.tensor))
     request = Request(str(kernel), packed, shape.grid, (shape.threads, 1, 1), shape.smem_bytes, schedule.policy,
-                      schedule.seed, schedule.resident, places)
+                      schedule.seed, schedule.resident, shape.cluster, shape.registers, places, list(maps))
     try:
         with _progress(plan.kernel_name, math.prod(shape.grid)) as beat:
             answer = worker.run(request, beat)
@@ -117,7 +135,8 @@ class EmulatedLauncher:
         self._pointers = [(p.name, offsets[p.name], p.ctype.endswith("_out"))
                           for p in kernel.plan.params if p.name in names]
         shape = kernel.plan.launch
-        self._shape = LaunchShape((int(values["grid_x"]), 1, 1), shape.threads, shape.smem_bytes)
+        self._shape = LaunchShape((int(values["grid_x"]), 1, 1), shape.threads, shape.smem_bytes,
+                                  min_blocks_per_sm=shape.min_blocks_per_sm)
 
     def __call__(self, **tensors: Tensor | None) -> Statistics:
         """Run it on CPU tensors, named as the plan's pointers; None or none is a null pointer. Raises as `launch`."""

@@ -63,8 +63,10 @@ def fault_error(fault: dict[str, Any], plan: Plan, schedule: Schedule, kernel: s
                 views: Sequence[TensorView]) -> KernelFault:
     """The error for what the machine reported."""
     what = f"{fault['kind'].replace('_', ' ')}: {fault['text']}"
-    if "other_thread" in fault:
-        what += f" {_thread(plan, fault['other_block'], fault['other_thread'])} at {site(kernel, fault['other_pc'])}"
+    if "other_pc" in fault:
+        block, thread = fault["other_block"], fault["other_thread"]
+        culprit = _thread(plan, block, thread) if thread >= 0 else f"{fault['other_agent']} of block {block}"
+        what += f" {culprit} at {site(kernel, fault['other_pc'])}"
     lines = []
     if "thread" in fault:
         lines.append(f"  by: {_thread(plan, fault['block'], fault['thread'])}")
@@ -74,8 +76,9 @@ def fault_error(fault: dict[str, Any], plan: Plan, schedule: Schedule, kernel: s
         lines.append(f"  address: {place}")
     for waiter in fault["waiters"]:
         first = _thread(plan, waiter["block"], waiter["thread"])
-        lines.append(f"  {waiter['count']} threads, the first {first}, wait for {waiter['what']}"
-                     + (f" at {site(kernel, waiter['pc'])}" if waiter["pc"] else ""))
+        what = re.sub(r"shared memory \+ (\d+)", lambda m: _shared(plan, int(m[1])), waiter["what"])
+        lines.append(f"  {waiter['count']} threads, the first {first}, "
+                     + (f"wait for {what} at {site(kernel, waiter['pc'])}" if what else "have exited"))
     lines.append(f"  replay: {schedule}")
     where = str(site(kernel, fault["pc"])) if fault["pc"] else plan.kernel_name
     error = KernelFault(what, where=where, details="\n".join(lines))

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import filelock
@@ -25,11 +26,11 @@ HERE = Path(__file__).resolve().parent
 HOST = HERE / "host"
 DRAWER = "flashgen/ptx/"
 COMPILERS = ("g++", "clang++")
-COMMON = ("-std=c++17", "-fPIC", "-shared")
+COMMON = ("-std=c++17", "-fPIC")
 RUNTIME_FLAGS = (*COMMON, "-O2")
 # -O1: at -O2 the compiler merges loads, and the hooks see less; the kernel runs no faster.
 KERNEL_FLAGS = (*COMMON, "-O1", "-g1", "-fno-math-errno", "-ffp-contract=off", "-w", "-fsanitize=thread")
-OWN_FLAGS = {"g++": ("--param", "tsan-instrument-func-entry-exit=0", "-fno-gnu-unique"),
+OWN_FLAGS = {"g++": ("--param", "tsan-instrument-func-entry-exit=0", "-fno-gnu-unique", "-Wno-psabi"),
               "clang++": ("-mllvm", "-tsan-instrument-func-entry-exit=0")}
 COMPILE_TIMEOUT_S = 120
 
@@ -72,8 +73,10 @@ def compile_kernel(source: Source) -> Path:
                 file.write_text(text)
             wrapper = Path(folder, "launch.cpp")
             wrapper.write_text(f'#include "{source.file_name}"\nEMU_KERNEL({source.entry})\n')
-            _compile([*flags, f"-I{HOST}", "-I.", "-include", "cuda_shim.h", "launch.cpp"], target,
-                     source.file_name, folder)
+            # Compiled and linked apart: with -fsanitize=thread in the link, the sanitizer's own runtime would come in.
+            _run([name, *flags, f"-I{HOST}", "-I.", "-include", "cuda_shim.h", "-c", "launch.cpp", "-o", "launch.o"],
+                 source.file_name, folder)
+            _run([name, "-shared", "launch.o", "-o", str(target)], source.file_name, folder)
 
     return _cached(key, build)
 
@@ -81,10 +84,18 @@ def compile_kernel(source: Source) -> Path:
 def runtime_library() -> Path:
     """The shared object of the emulator itself, compiled if need be."""
     sources = sorted((HERE / "src").glob("*.cpp"))
-    _, version = compiler()
-    key = _digest(version, *RUNTIME_FLAGS, *_texts(HERE / "src"), *_texts(HOST))
-    return _cached(key, lambda target: _compile([*RUNTIME_FLAGS, *map(str, sources), "-ldl"], target,
-                                                "runtime/emulator", str(HERE)))
+    name, version = compiler()
+    key = _digest(version, *RUNTIME_FLAGS, *_texts(HERE / "src"), str((HOST / "emu.h").read_text()))
+
+    def build(target: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="flashgen-") as folder, ThreadPoolExecutor() as pool:
+            objects = [str(Path(folder, source.stem + ".o")) for source in sources]
+            steps = [[name, *RUNTIME_FLAGS, "-c", str(source), "-o", made]
+                     for source, made in zip(sources, objects, strict=True)]
+            list(pool.map(lambda step: _run(step, "runtime/emulator", folder), steps))
+            _run([name, "-shared", *objects, "-ldl", "-o", str(target)], "runtime/emulator", folder)
+
+    return _cached(key, build)
 
 
 def _cached(key: str, build: Callable[[Path], None]) -> Path:
@@ -98,24 +109,11 @@ def _cached(key: str, build: Callable[[Path], None]) -> Path:
     return target
 
 
-def _compile(arguments: Sequence[str], target: Path, what: str, folder: str) -> None:
-    name, version = compiler()
-    # Objects keep undefined symbols: the hooks and the drawer's functions are the emulator's. Linking apart from
-    # compiling keeps the sanitizer's own runtime out.
-    object_file = target.with_suffix(".o")
-    try:
-        if "-fsanitize=thread" in arguments:
-            steps = [[*(a for a in arguments if a != "-shared"), "-c", "-o", str(object_file)],
-                     ["-shared", str(object_file), "-o", str(target)]]
-        else:
-            steps = [[*arguments, "-o", str(target)]]
-        for step in steps:
-            done = subprocess.run([name, *step], cwd=folder, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
-            if done.returncode != 0:
-                raise CompileError(f"{version} refuses it", where=what, details=done.stderr[:4000],
-                                   next="the emulator compiles what NVRTC compiles: flashgen build shows its opinion")
-    finally:
-        object_file.unlink(missing_ok=True)
+def _run(command: Sequence[str], what: str, folder: str) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+    if done.returncode != 0:
+        raise CompileError(f"{compiler()[1]} refuses it", where=what, details=done.stderr[:4000],
+                           next="the emulator compiles what NVRTC compiles: flashgen build shows its opinion")
 
 
 def _texts(folder: Path) -> list[str]:

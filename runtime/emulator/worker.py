@@ -14,6 +14,7 @@ from typing import Any
 
 POLICY_CODES = {"eager": 0, "lazy": 1, "random": 2}
 MAX_RANK = 5
+MAP_MAGIC, MAP_FORMAT = 0x70616d74, "<10IQ9Q"  # struct EncodedMap of src/tensor_map.h
 BEAT = ctypes.CFUNCTYPE(None, ctypes.c_uint32)
 
 
@@ -28,7 +29,8 @@ class Launch(ctypes.Structure):
     """struct Launch of src/machine.h."""
 
     _fields_ = (("entry", ctypes.c_void_p), ("params", ctypes.c_void_p), ("grid", ctypes.c_uint32 * 3),
-                ("block", ctypes.c_uint32 * 3), ("smem_bytes", ctypes.c_uint32), ("resident", ctypes.c_uint32),
+                ("block", ctypes.c_uint32 * 3), ("smem_bytes", ctypes.c_uint32), ("cluster", ctypes.c_uint32),
+                ("registers", ctypes.c_uint32), ("resident", ctypes.c_uint32),
                 ("seed", ctypes.c_uint64), ("policy", ctypes.c_uint32), ("num_buffers", ctypes.c_uint32),
                 ("buffers", ctypes.POINTER(Buffer)), ("beat", BEAT))
 
@@ -46,30 +48,46 @@ class Server:
         kernel = self._kernels.get(request["kernel"])
         if kernel is None:
             kernel = self._kernels[request["kernel"]] = ctypes.CDLL(request["kernel"])
-        params = bytearray.fromhex(request["params"])
-        if kernel.emu_params_bytes() != len(params):
-            raise ValueError(f"the kernel takes {kernel.emu_params_bytes()} bytes of parameters, got {len(params)}")
+        if kernel.emu_params_bytes() != len(request["params"]) // 2:
+            raise ValueError(f"the kernel takes {kernel.emu_params_bytes()} bytes of parameters, "
+                             f"got {len(request['params']) // 2}")
         memory = mmap.mmap(self._memory, max(1, request["memory_bytes"]))
         window = (ctypes.c_char * len(memory)).from_buffer(memory)
-        base = ctypes.addressof(window)
-        buffers = (Buffer * len(request["buffers"]))()
-        for buffer, row in zip(buffers, request["buffers"], strict=True):
-            buffer.data, buffer.bytes, buffer.run_bytes = base + row["offset"], row["bytes"], row["run_bytes"]
-            buffer.writable, buffer.initialised = row["writable"], row["initialised"]
-            buffer.rank = len(row["sizes"])
-            buffer.sizes[:buffer.rank], buffer.strides[:buffer.rank] = row["sizes"], row["strides"]
-            struct.pack_into("<Q", params, row["param_offset"], base + row["offset"])
-        params_buffer = ctypes.create_string_buffer(bytes(params), len(params))
+        buffers, params = laid_out(request, ctypes.addressof(window))
+        params_buffer = ctypes.create_string_buffer(params, len(params))
         beat = BEAT(lambda done: say({"blocks": done}))
         launch = Launch(
-            ctypes.cast(kernel.emu_entry, ctypes.c_void_p), ctypes.addressof(params_buffer),
-            (ctypes.c_uint32 * 3)(*request["grid"]), (ctypes.c_uint32 * 3)(*request["block"]), request["smem_bytes"],
-            request["resident"], request["seed"], POLICY_CODES[request["policy"]], len(buffers), buffers, beat)
+            entry=ctypes.cast(kernel.emu_entry, ctypes.c_void_p), params=ctypes.addressof(params_buffer),
+            grid=tuple(request["grid"]), block=tuple(request["block"]), policy=POLICY_CODES[request["policy"]],
+            num_buffers=len(buffers), buffers=buffers, beat=beat,
+            **{name: request[name] for name in ("smem_bytes", "cluster", "registers", "resident", "seed")})
         answer = ctypes.c_char_p()
         failed = self._library.emu_run(ctypes.byref(launch), ctypes.byref(answer))
         del window
         memory.close()
         return {"fault" if failed else "statistics": json.loads(answer.value or b"{}")}
+
+
+def laid_out(request: dict[str, Any], base: int) -> tuple[Any, bytes]:
+    """(buffers, parameter block with its pointers and tensor maps) for shared memory that starts at `base`."""
+    params, rows = bytearray.fromhex(request["params"]), request["buffers"]
+    buffers = (Buffer * len(rows))()
+    for buffer, row in zip(buffers, rows, strict=True):
+        buffer.data, buffer.bytes, buffer.run_bytes = base + row["offset"], row["bytes"], row["run_bytes"]
+        buffer.writable, buffer.initialised = row["writable"], row["initialised"]
+        buffer.rank = len(row["sizes"])
+        buffer.sizes[:buffer.rank], buffer.strides[:buffer.rank] = row["sizes"], row["strides"]
+        struct.pack_into("<Q", params, row["param_offset"], buffer.data)
+    for row in request["maps"]:
+        struct.pack_into(MAP_FORMAT, params, row["param_offset"], MAP_MAGIC, len(row["dims"]), row["element_bytes"],
+                         row["is_f32"], row["swizzle_bytes"], *_padded(row["box"], MAX_RANK),
+                         buffers[row["buffer"]].data, *_padded(row["dims"], MAX_RANK),
+                         *_padded(row["strides"], MAX_RANK - 1))
+    return buffers, bytes(params)
+
+
+def _padded(numbers: list[int], count: int) -> list[int]:
+    return numbers + [0] * (count - len(numbers))
 
 
 def say(answer: dict[str, Any]) -> None:

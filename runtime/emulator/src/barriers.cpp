@@ -14,6 +14,7 @@ void complete(Barrier& barrier) {
   }
   barrier.waiting.clear();
   barrier.arrived = 0;
+  ++barrier.phase;
   barrier.vote = false;
   barrier.joined.reset(barrier.joined.seen.size());
 }
@@ -27,6 +28,10 @@ bool arrive(Fiber& fiber, int id, int expected, bool vote, bool wait) {
     fail(fiber, "barrier", {}, "barrier %d: %d threads expected, but %d by those that arrived earlier", id, expected,
          barrier.expected);
   }
+  if (fiber.arrived_in[id] == barrier.phase) {
+    fail(fiber, "barrier", {}, "barrier %d: the thread arrives a second time before the barrier has opened", id);
+  }
+  fiber.arrived_in[id] = barrier.phase;
   barrier.expected = expected;
   barrier.vote |= vote;
   barrier.joined.join(fiber.clock);

@@ -50,10 +50,10 @@ extern "C" int emu_run(const emu::Launch* launch, const char** answer) {
   machine.launch = launch;
   set_module(reinterpret_cast<const void*>(launch->entry));
   for (Shadow& shadow : machine.global) shadow.reset(0, State::UNINITIALISED);
-  machine.global.resize(launch->num_buffers);
+  machine.global.clear();
   for (uint32_t i = 0; i < launch->num_buffers; ++i) {
     const Buffer& buffer = launch->buffers[i];
-    machine.global[i].reset(buffer.bytes, buffer.initialised ? State::WRITTEN : State::UNINITIALISED);
+    machine.global.emplace_back(Space::GLOBAL).reset(buffer.bytes, buffer.initialised ? State::WRITTEN : State::UNINITIALISED);
   }
   try {
     machine.run();

@@ -21,11 +21,18 @@ void lower(VectorClock::Moments& mine, const VectorClock::Moments& other) {
 void VectorClock::reset(size_t agents) {
   seen.assign(agents, 0);
   for (Moments& moments : fenced) moments.clear();
+  reads.clear();
   others.clear();
+}
+
+void VectorClock::join_reads(const VectorClock& other) {
+  raise(reads, other.seen);
+  raise(reads, other.reads);
 }
 
 void VectorClock::join(const VectorClock& other) {
   raise(seen, other.seen);
+  raise(reads, other.reads);
   for (int i = 0; i < 2; ++i) raise(fenced[i], other.fenced[i]);
   for (const auto& [group, moments] : other.others) {
     auto& mine = others[group];
@@ -38,6 +45,7 @@ void VectorClock::join(const VectorClock& other) {
 
 void VectorClock::meet(const VectorClock& other) {
   lower(seen, other.seen);
+  lower(reads, other.reads);
   for (int i = 0; i < 2; ++i) lower(fenced[i], other.fenced[i]);
   for (auto mine = others.begin(); mine != others.end();) {
     const auto found = other.others.find(mine->first);
@@ -55,11 +63,14 @@ void VectorClock::meet(const VectorClock& other) {
 }
 
 void VectorClock::learn(const VectorClock& other, uint32_t from, uint32_t to) {
-  if (from == to) return join(other);
   VectorClock foreign;
   foreign.others = other.others;
   foreign.others.erase(to);
-  foreign.others[from] = std::make_shared<Moments>(other.seen);
+  if (from == to) {
+    raise(seen, other.seen);
+  } else if (!other.seen.empty()) {
+    foreign.others[from] = std::make_shared<Moments>(other.seen);
+  }
   join(foreign);
   const auto own = other.others.find(to);
   if (own != other.others.end()) raise(seen, *own->second);
@@ -136,7 +147,7 @@ Conflict Shadow::read_conflict(const Cell& cell, const Actor& actor) const {
   if (cell.state == State::UNINITIALISED) return Conflict::UNINITIALISED;
   if (cell.state == State::IN_FLIGHT) return Conflict::IN_FLIGHT;
   if (cell.state == State::BARRIER) return Conflict::BARRIER;
-  if (cell.write.clock == 0) return Conflict::NONE;  // by the host
+  if (cell.write.clock == 0 || (actor.atomic && cell.state == State::ADDED)) return Conflict::NONE;  // 0: by the host
   if (!actor.after(cell.write)) return Conflict::WRITE;
   if (cell.state == State::WRITTEN && !actor.sees_through_fence(cell.write, space_)) return Conflict::UNFENCED;
   return Conflict::NONE;
@@ -221,7 +232,7 @@ Verdict Shadow::write(const Actor& actor, size_t offset, size_t bytes, State sta
     if (cell.write.clock != 0 && !both_atomic && !actor.after(cell.write)) return Conflict::WRITE;
     for (uint32_t r = cell.readers; r != 0; r = pool[r].next) {
       reader = pool[r].moment;
-      if (!actor.after(reader)) return Conflict::READ;
+      if (!actor.after_read(reader)) return Conflict::READ;
     }
     free_readers(cell.readers);
     cell.write = actor.now;

@@ -20,11 +20,13 @@ struct VectorClock {
 
   Moments seen;        // of the own group: the latest moment that lies in the past of the owner
   Moments fenced[2];   // by Space: the part of it that a proxy fence has shown to the async proxy; empty: nothing
+  Moments reads;       // moments of others whose reads are over, though what they wrote need not be visible
   // Of other groups, learnt through semaphores in device memory.
   std::map<uint32_t, std::shared_ptr<const Moments>> others;
 
   void reset(size_t agents);
   void join(const VectorClock& other);
+  void join_reads(const VectorClock& other);
   void meet(const VectorClock& other);  // what both have seen
   // As join, of a clock that belongs to group `from` into one that belongs to group `to`.
   void learn(const VectorClock& other, uint32_t from, uint32_t to);
@@ -44,10 +46,16 @@ struct Actor {
   Moment now;
   const VectorClock* past;
   bool async_proxy = false;  // reads what plain stores wrote only after a proxy fence
+  bool atomic = false;       // needs no order with other atomics
 
   bool after(const Moment& then) const {
     if (then.group != now.group) return after_other_group(then);
     return then.agent == now.agent || past->seen[then.agent] >= then.clock;
+  }
+  // Whether a read then is over: enough to overwrite what it read.
+  bool after_read(const Moment& then) const {
+    return after(then) || (then.group == now.group && then.agent < past->reads.size() &&
+                           past->reads[then.agent] >= then.clock);
   }
   bool after_other_group(const Moment& then) const;
   bool sees_through_fence(const Moment& then, Space space) const;

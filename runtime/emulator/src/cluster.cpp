@@ -24,10 +24,8 @@ void cluster_arrive(bool release) {
   if (fiber.cluster_arrived) fail(fiber, "barrier", {}, "barrier.cluster.arrive twice without a wait between them");
   fiber.cluster_arrived = true;
   fiber.waits_on = cluster.phase;
-  if (release) {
-    cluster.joined.join(fiber.clock);
-    fiber.release();
-  }
+  release ? cluster.joined.join(fiber.clock) : cluster.joined.join_reads(fiber.clock);
+  fiber.release();
   if (++cluster.arrived < machine.threads * static_cast<int>(machine.launch->cluster)) return;
   cluster.ended = cluster.joined;
   cluster.arrived = 0;

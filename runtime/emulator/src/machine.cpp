@@ -257,6 +257,14 @@ void Machine::replace(Cta& cta) {
   for (const Cta* block : cluster->blocks) {
     if (block->running > 0) return;
   }
+  for (const auto& operation : operations) {
+    const Cta* const target = operation->target();
+    if (target == nullptr || target->cluster != cluster) continue;
+    stop({"unwaited", "the block ends while a copy into its shared memory is in flight", &target->fibers[0], 0, {},
+          nullptr, {}});
+  }
+  while (run_operations(*this)) {  // stores may outlive their block, but not what they need of it here
+  }
   for (Cta* block : cluster->blocks) exit_block(*block);
   done_ += launch->cluster;
   const int slot = cluster->blocks[0]->slot;
@@ -318,7 +326,7 @@ static std::string waited_for(const Fiber& fiber) {
     case Wait::SEMAPHORE:
       return "a semaphore in device memory to become " + std::to_string(fiber.wait_for);
     case Wait::EXITED:
-      return "nothing: exited";
+      return "";
     default:
       return "its copies";
   }

@@ -39,10 +39,10 @@ struct CopyGroup {
 // count groups.
 struct BulkStores {
   struct Group {
-    int reading = 0, writing = 0;
+    int issued = 0, reading = 0, writing = 0;
   };
   std::vector<Group> groups = std::vector<Group>(1);  // the last one is still open
-  size_t read_waited = 0, write_waited = 0;           // groups that a wait has covered
+  size_t read_waited = 0;                             // groups whose reading a wait has covered
   uint16_t reader = 0, writer = 0;                    // agents, 0: none yet
 };
 
@@ -51,6 +51,8 @@ struct OwnedRegisters {
   const unsigned char* begin;
   const unsigned char* end;
   bool readable;
+  bool finished;   // a wait has covered it; the thread's again once that wait lists it
+  uint64_t group;  // the last one that uses it
 };
 
 struct Fiber {
@@ -66,13 +68,15 @@ struct Fiber {
   Wait wait = Wait::NOTHING;
   int wait_for = 0;   // barrier number, or how many copy groups may stay in flight
   bool vote = false;  // result of the last barrier
+  uint64_t arrived_in[MAX_BARRIERS] = {};  // the phase of each barrier that it last arrived in
   VectorClock clock;
   std::deque<CopyGroup> copies;  // the last one is still open
   BulkStores bulk;
   std::vector<OwnedRegisters> owned;
   std::vector<OwnedRegisters> fenced;  // listed in a wgmma_fence since they were last owned
   uint64_t products = 0;               // wgmmas issued
-  uint64_t product_groups = 0;         // and committed
+  uint64_t products_collected = 0;     // and waited for
+  uint64_t product_groups = 0;         // committed
   bool cluster_arrived = false;        // at the cluster's barrier, and not yet waited
   uint64_t waits_on = 0;               // WAIT-specific: an address
   VectorClock released;                // what its last fence.acq_rel releases through relaxed atomics
@@ -104,6 +108,7 @@ struct Barrier {
   int expected = 0;
   int arrived = 0;
   bool vote = false;
+  uint64_t phase = 1;
   VectorClock joined;
   std::vector<Fiber*> waiting;
 };
@@ -196,6 +201,7 @@ struct Copy {
 struct Operation {
   virtual ~Operation() = default;
   virtual bool step() = 0;
+  virtual const Cta* target() const { return nullptr; }  // the block whose shared memory it writes
 };
 
 struct Machine {

@@ -63,7 +63,11 @@ void arrive(Fiber& fiber, const Object& object, uint32_t bytes) {
     fail(fiber, "barrier", {Place::SHARED, object.cta.rank, object.offset, 8},
          "mbarrier.arrive beyond the %u arrivals that the phase expects", static_cast<unsigned>(object.word.expected));
   }
-  object.info.arrived.join(fiber.clock);
+  if (&object.cta == fiber.cta) {
+    object.info.arrived.join(fiber.clock);
+  } else {  // released to its own block only
+    object.info.arrived.join_reads(fiber.clock);
+  }
   fiber.release();
   object.word.transactions += bytes;
   --object.word.pending;
@@ -88,7 +92,8 @@ void report_bytes(Cta& cta, uint32_t offset, uint32_t bytes, const VectorClock& 
   Word& word = word_at(cta, offset);
   Mbarrier& info = cta.mbarriers.at(offset);
   info.arrived.join(issued);
-  info.arrived.seen[info.engine] = landed;
+  Clock& known = info.arrived.seen[info.engine];
+  if (known < landed) known = landed;
   word.transactions -= bytes;
   end_phase_if_complete({cta, offset, word, info});
 }

@@ -34,6 +34,7 @@ const char* name(Access access) {
     case Access::WRITE:
       return "write";
     case Access::ASYNC_WRITE:
+    case Access::COPY:
       return "asynchronous write";
     case Access::ATOMIC:
       return "atomic write";
@@ -85,6 +86,7 @@ void judge(const Fiber& fiber, const Actor& actor, Shadow& shadow, const Place& 
     default: {
       const State state = access == Access::WRITE         ? State::WRITTEN
                           : access == Access::ASYNC_WRITE ? State::IN_FLIGHT
+                          : access == Access::COPY        ? State::COPIED
                                                           : State::ADDED;
       verdict = shadow.write(actor, offset, place.bytes, state);
     }

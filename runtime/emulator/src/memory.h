@@ -5,7 +5,7 @@
 
 namespace emu {
 
-enum class Access : uint8_t { READ, PROBE, WRITE, ASYNC_WRITE, ATOMIC };
+enum class Access : uint8_t { READ, PROBE, WRITE, ASYNC_WRITE, COPY, ATOMIC };
 
 // Checks an access of `fiber` to shared or device memory: inside, allowed, initialised, ordered. PROBE: a read made by
 // another agent whose value this one receives.

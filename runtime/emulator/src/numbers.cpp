@@ -33,6 +33,14 @@ constexpr uint16_t CANONICAL_NAN = 0x7fff;
 
 float to_float(Type type, uint16_t bits) {
   if (type == Type::BF16) return from_bits(static_cast<uint32_t>(bits) << 16);
+  if (type == Type::E5M2) return to_float(Type::FP16, static_cast<uint16_t>(bits << 8));  // its upper byte
+  if (type == Type::E4M3) {  // no infinities, one NaN
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    if ((bits & 0x7f) == 0x7f) return from_bits(0x7fffffff);
+    const float size = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                     : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+    return (bits & 0x80) != 0 ? -size : size;
+  }
   const uint32_t sign = static_cast<uint32_t>(bits >> 15) << 31, exponent = bits >> 10 & 31, mantissa = bits & 0x3ff;
   if (exponent == 31) return from_bits(sign | 0x7f800000u | mantissa << 13);
   if (exponent == 0) return std::copysign(std::ldexp(static_cast<float>(mantissa), -24), from_bits(sign));

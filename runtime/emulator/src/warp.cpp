@@ -69,6 +69,35 @@ void execute_ldmatrix(Warp& warp) {
   }
 }
 
+struct MatrixStore {
+  const uint32_t* r;
+  unsigned char* row;
+  bool transposed;
+};
+
+// The lane that gives a row's address writes it.
+void execute_stmatrix(Warp& warp) {
+  MatrixStore* stores[WARP_SIZE];
+  for (int lane = 0; lane < WARP_SIZE; ++lane) {
+    stores[lane] = static_cast<MatrixStore*>(warp.arguments[lane]);
+    shared_offset(*warp.lanes[lane], stores[lane]->row, ROW_BYTES, ROW_BYTES, "stmatrix");
+    check(*warp.lanes[lane], stores[lane]->row, ROW_BYTES, Access::WRITE);
+  }
+  for (int lane = 0; lane < WARP_SIZE; ++lane) {
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      const uint32_t r = stores[lane]->r[matrix];
+      if (!stores[lane]->transposed) {
+        memcpy(stores[8 * matrix + lane / 4]->row + lane % 4 * 4, &r, 4);
+        continue;
+      }
+      for (int i = 0; i < 2; ++i) {
+        const auto half = static_cast<uint16_t>(r >> 16 * i);
+        memcpy(stores[8 * matrix + lane % 4 * 2 + i]->row + lane / 4 * 2, &half, 2);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 float shfl_xor(float x, int lane_mask) {
@@ -89,6 +118,18 @@ void ldmatrix_x4(uint32_t* r, const void* row, bool transposed) {
   Fiber& fiber = enter(__builtin_return_address(0));
   MatrixLoad load{r, static_cast<const unsigned char*>(row), transposed};
   meet(fiber, execute_ldmatrix, &load);
+}
+
+void stmatrix_x4(void* row, const uint32_t* r, bool transposed) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  MatrixStore store{r, static_cast<unsigned char*>(row), transposed};
+  meet(fiber, execute_stmatrix, &store);
+}
+
+bool elect_one() {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  meet(fiber, [](Warp&) {}, nullptr);
+  return fiber.lane == fiber.warp->elected;
 }
 
 }  // namespace emu

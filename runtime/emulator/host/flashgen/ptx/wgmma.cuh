@@ -1,0 +1,57 @@
+// Host twin of ptx/wgmma.cuh.
+#pragma once
+#include "flashgen/ptx/smem.cuh"
+
+struct e4m3 {
+  unsigned char bits;
+};
+struct e5m2 {
+  unsigned char bits;
+};
+
+enum Major : int { K_MAJOR = 0, MN_MAJOR = 1 };
+
+enum Swizzle : int { SWIZZLE_NONE = 0, SWIZZLE_128B = 1, SWIZZLE_64B = 2, SWIZZLE_32B = 3 };
+
+FG_DEVICE uint64_t wgmma_descriptor(const void* tile, Swizzle swizzle, uint32_t leading_bytes, uint32_t stride_bytes) {
+  return (uint64_t)(smem_addr(tile) >> 4 & 0x3fff) | (uint64_t)(leading_bytes >> 4 & 0x3fff) << 16 |
+         (uint64_t)(stride_bytes >> 4 & 0x3fff) << 32 | (uint64_t)swizzle << 62;
+}
+
+FG_DEVICE uint64_t wgmma_descriptor_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+
+// Nothing to pin: arrays that were passed to the emulator live in memory.
+FG_DEVICE void tie_registers(float& x) {}
+FG_DEVICE void tie_registers(uint32_t& x) {}
+template <class T, int N>
+FG_DEVICE void tie_registers(T (&registers)[N]) {}
+
+template <class... Registers>
+FG_DEVICE void wgmma_fence(Registers&... written) {
+  (emu::wgmma_fence(&written, sizeof(written)), ...);
+}
+
+FG_DEVICE void wgmma_commit() { emu::wgmma_commit(); }
+
+template <int PENDING, class... Registers>
+FG_DEVICE void wgmma_wait(Registers&... finished) {
+  emu::wgmma_wait(PENDING);
+  (emu::wgmma_finished(&finished, sizeof(finished)), ...);
+}
+
+constexpr emu::Type emu_type(bf16) { return emu::Type::BF16; }
+constexpr emu::Type emu_type(fp16) { return emu::Type::FP16; }
+constexpr emu::Type emu_type(e4m3) { return emu::Type::E4M3; }
+constexpr emu::Type emu_type(e5m2) { return emu::Type::E5M2; }
+
+template <int N, int A_MAJOR, int B_MAJOR, class Element, int REGISTERS>
+FG_DEVICE void wgmma_ss(Element, float (&d)[REGISTERS], uint64_t a, uint64_t b, int scale_d) {
+  static_assert(N % 8 == 0 && N >= 8 && N <= 256 && REGISTERS == N / 2, "d[64 x N] over 128 threads");
+  emu::wgmma_ss(emu_type(Element{}), N, d, a, A_MAJOR == MN_MAJOR, b, B_MAJOR == MN_MAJOR, scale_d);
+}
+
+template <int N, int B_MAJOR, class Element, int REGISTERS>
+FG_DEVICE void wgmma_rs(Element, float (&d)[REGISTERS], const uint32_t (&a)[4], uint64_t b, int scale_d) {
+  static_assert(N % 8 == 0 && N >= 8 && N <= 256 && REGISTERS == N / 2, "d[64 x N] over 128 threads");
+  emu::wgmma_rs(emu_type(Element{}), N, d, a, b, B_MAJOR == MN_MAJOR, scale_d);
+}

@@ -1,0 +1,120 @@
+// Atomics, acquire and release on device memory: what orders blocks with each other.
+#include <cstring>
+#include <unordered_map>
+
+#include "memory.h"
+
+namespace emu {
+
+namespace {
+
+constexpr uint32_t NO_GROUP = UINT32_MAX;
+
+struct Semaphore {
+  VectorClock released;  // only its `others` are used: semaphores belong to no group
+  std::vector<Fiber*> waiting;
+};
+
+std::unordered_map<const void*, Semaphore> semaphores;
+
+uint32_t group_of(const Fiber& fiber) { return fiber.cta->cluster->group; }
+
+void publish(Semaphore& semaphore, const VectorClock& clock, uint32_t group) {
+  if (!clock.seen.empty()) semaphore.released.learn(clock, group, NO_GROUP);
+}
+
+void acquire(Fiber& fiber, const Semaphore& semaphore) {
+  fiber.clock.learn(semaphore.released, NO_GROUP, group_of(fiber));
+}
+
+void wake_all(Semaphore& semaphore) {
+  for (Fiber* fiber : semaphore.waiting) fiber->wake();
+  semaphore.waiting.clear();
+}
+
+void check_atomic(Fiber& fiber, const void* address, Access access) {
+  if (reinterpret_cast<uintptr_t>(address) % 4 != 0) fail(fiber, "misaligned", {}, "an atomic at %p", address);
+  Actor actor = fiber.actor();
+  actor.atomic = true;
+  check(fiber, actor, address, 4, access);
+}
+
+template <class T>
+T add(Fiber& fiber, T* address, T x) {
+  check_atomic(fiber, address, Access::ATOMIC);
+  const T before = *address;
+  *address = before + x;
+  return before;
+}
+
+}  // namespace
+
+void forget_semaphores() { semaphores.clear(); }
+
+int atom_add(int* address, int x, bool acquires, bool releases) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  maybe_yield(fiber);
+  const int before = add(fiber, address, x);
+  Semaphore& semaphore = semaphores[address];
+  if (acquires) {
+    acquire(fiber, semaphore);
+  } else {
+    fiber.acquirable.learn(semaphore.released, NO_GROUP, NO_GROUP - 1);
+  }
+  publish(semaphore, releases ? fiber.clock : fiber.released, group_of(fiber));
+  if (releases) fiber.release();
+  wake_all(semaphore);
+  return before;
+}
+
+void red_add_f32(float* address, float x) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  maybe_yield(fiber);
+  add(fiber, address, x);
+}
+
+int ld_acquire(const int* address) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  return_to_scheduler(fiber);  // whoever polls must let others run
+  check_atomic(fiber, address, Access::PROBE);
+  acquire(fiber, semaphores[address]);
+  return *address;
+}
+
+void st_release(int* address, int value) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  maybe_yield(fiber);
+  check_atomic(fiber, address, Access::ATOMIC);
+  *address = value;
+  Semaphore& semaphore = semaphores[address];
+  semaphore.released = {};
+  publish(semaphore, fiber.clock, group_of(fiber));
+  fiber.release();
+  wake_all(semaphore);
+}
+
+void wait_until_equal(const int* address, int value) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  maybe_yield(fiber);
+  check_atomic(fiber, address, Access::PROBE);
+  while (*address != value) {
+    semaphores[address].waiting.push_back(&fiber);
+    fiber.block(Wait::SEMAPHORE, value);
+  }
+  acquire(fiber, semaphores[address]);
+}
+
+void fence_acq_rel() {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  fiber.clock.learn(fiber.acquirable, NO_GROUP, group_of(fiber));
+  fiber.released = fiber.clock;
+  fiber.release();
+}
+
+void fence_proxy_async(bool global) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  fiber.clock.fence(global ? Space::GLOBAL : Space::SHARED, fiber.agent);
+  fiber.release();  // what it writes after this is not covered
+}
+
+}  // namespace emu

@@ -1,0 +1,67 @@
+"""The house rules that can be checked: budgets, who may import whom, and what the repository does not say."""
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+# Raising a budget is a change to review: file -> why it is longer.
+LONGER = {"tests/test_cache.py": "each way a directory or an entry can go wrong is a case"}
+LONGER_FUNCTIONS = {"tests/drawer_copies.py": "a list of cases", "tests/drawer_kernels.py": "a list of cases"}
+SOURCES = [path for folder in ("codegen", "runtime", "flashgen/cli", "tests", "benchmarks")
+           for path in sorted((ROOT / folder).rglob("*.py"))] + sorted((ROOT / "flashgen").glob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_budgets(path):
+    text = path.read_text(encoding="utf-8")
+    if relative(path) not in LONGER:
+        assert text.count("\n") <= MAX_FILE_LINES
+    if relative(path) in LONGER_FUNCTIONS:
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
+
+
+HEAVY = ("torch", "cuda", "numpy", "matplotlib")
+
+
+@pytest.mark.parametrize("statement", [
+    "import flashgen",
+    "import flashgen.codegen.lower, flashgen.codegen.render, flashgen.codegen.lint, flashgen.codegen.explain",
+    "import flashgen.cli",
+])
+def test_light_imports(statement):
+    """No torch, no CUDA; and codegen imports nothing of runtime."""
+    code = f"{statement}\nimport sys; print('\\n'.join(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    modules = out.splitlines()
+    assert not [m for m in modules if m.split(".")[0] in HEAVY]
+    if "cli" not in statement:
+        assert not [m for m in modules if m.startswith("flashgen.runtime")]
+
+
+def test_no_machine_paths_or_hosts():
+    """Nothing of the machine it was written on. The words are put together here, or this file would hold them."""
+    forbidden = re.compile("|".join(("/wo" + "rk/", "/ro" + "ot/", "py" + "pi.org", "python" + "hosted")))
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    found = []
+    for name in tracked.stdout.splitlines():
+        path = ROOT / name
+        if path.is_file() and path.suffix != ".png":
+            found += [name for line in path.read_text(encoding="utf-8").splitlines() if forbidden.search(line)]
+    assert not found
