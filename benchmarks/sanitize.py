@@ -21,7 +21,7 @@ from flashgen.codegen.render import render
 from flashgen.codegen.spec import load_specs, shipped_spec_paths
 from flashgen.runtime.cache import Cache
 from flashgen.runtime.driver import api, check, device_facts
-from flashgen.runtime.kernel import Kernel, fa2_values
+from flashgen.runtime.kernel import Kernel, fa2_values, pointer_names
 from flashgen.runtime.lookup import archs_for
 
 # More than two tiles each way, ragged ends; varlen with an empty sequence, a short one, and rows after the last.
@@ -60,11 +60,12 @@ def launch_once(kernel: Kernel) -> None:
              "k": (SEQLEN_KV, NUM_HEADS_KV, plan.constant("HEAD_DIM_QK")),
              "v": (SEQLEN_KV, NUM_HEADS_KV, plan.constant("HEAD_DIM_V")),
              "out": (SEQLEN_Q, NUM_HEADS_Q, plan.constant("HEAD_DIM_V"))}
-    pointers = [memory.filled(_random_elements(rows * a * b * c)) for name, (a, b, c) in sizes.items() if name != "out"]
-    pointers.append(memory.empty(2 * rows * SEQLEN_Q * NUM_HEADS_Q * plan.constant("HEAD_DIM_V")))
-    pointers.append(memory.empty(4 * rows * SEQLEN_Q * NUM_HEADS_Q))
-    if varlen:
-        pointers += [memory.filled(struct.pack(f"{len(cu)}i", *cu)) for cu in (CU_SEQLENS_Q, CU_SEQLENS_KV)]
+    pointers = {name: memory.filled(_random_elements(rows * a * b * c)) for name, (a, b, c) in sizes.items()
+                if name != "out"}
+    pointers["out"] = memory.empty(2 * rows * SEQLEN_Q * NUM_HEADS_Q * plan.constant("HEAD_DIM_V"))
+    pointers["lse"] = memory.empty(4 * rows * SEQLEN_Q * NUM_HEADS_Q)
+    for name, lengths in (("cu_seqlens_q", CU_SEQLENS_Q), ("cu_seqlens_kv", CU_SEQLENS_KV)):
+        pointers[name] = memory.filled(struct.pack(f"{len(lengths)}i", *lengths))
     strides: dict[str, int] = {}
     for name, (length, heads, dim) in sizes.items():
         strides |= {f"{name}_batch_stride": length * heads * dim, f"{name}_row_stride": heads * dim,
@@ -72,7 +73,7 @@ def launch_once(kernel: Kernel) -> None:
     window = (70, 20) if plan.spec_value("window") else (-1, -1)
     values = fa2_values(plan, batch=batch, seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV, num_heads_q=NUM_HEADS_Q,
                         num_heads_kv=NUM_HEADS_KV, softmax_scale=0.1, top_left=False, window=window, strides=strides)
-    kernel.launcher(values)(0, *pointers)
+    kernel.launcher(values)(0, *(pointers[name] for name in pointer_names(plan)))
     check(api().cuCtxSynchronize(), plan.kernel_name)
     memory.free()
 

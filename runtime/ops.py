@@ -18,7 +18,7 @@ import torch
 from flashgen.codegen.dtype import DTYPES
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
-from flashgen.runtime.kernel import Launcher, fa2_values
+from flashgen.runtime.kernel import Launcher, fa2_values, pointer_names
 from flashgen.runtime.lookup import EMULATED, Wanted, check_head_dims, registry
 
 if TYPE_CHECKING:
@@ -114,12 +114,13 @@ def _nobody_listens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 class _Call:
     """All that one combination of shapes, strides and options fixes: copies to make, what to allocate, the launch."""
 
-    __slots__ = ("copies", "generation", "launcher", "lse_shape", "out_like_q", "out_shape")
+    __slots__ = ("copies", "generation", "launcher", "lse_shape", "out_like_q", "out_shape", "takes_lse")
 
     def __init__(self, copies: tuple[bool, ...] | None, out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
-                 launcher: Launcher | EmulatedLauncher | None, out_like_q: bool = False) -> None:
+                 launcher: Launcher | EmulatedLauncher | None, out_like_q: bool = False,
+                 takes_lse: bool = True) -> None:
         self.copies, self.out_shape, self.lse_shape, self.launcher = copies, out_shape, lse_shape, launcher
-        self.out_like_q = out_like_q
+        self.out_like_q, self.takes_lse = out_like_q, takes_lse
         self.generation = registry.generation
 
 
@@ -162,15 +163,23 @@ def _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse):
     if device_index < 0:
         call.launcher(q=q, k=k, v=v, out=out, lse=lse, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
         return out, lse
-    pointers = [q_pointer, k_pointer, v_pointer, out.data_ptr(), 0 if lse is None else lse.data_ptr()]
-    if cu_q is not None:
-        pointers += (cu_q.data_ptr(), cu_kv.data_ptr())
+    pointers = [q_pointer, k_pointer, v_pointer, *_more_pointers(call.takes_lse, out, lse, cu_q, cu_kv)]
     if torch._C._cuda_getDevice() == device_index:
         call.launcher(_current_stream(device_index), *pointers)
     else:
         with torch.cuda.device(device_index):
             call.launcher(_current_stream(device_index), *pointers)
     return out, lse
+
+
+def _more_pointers(takes_lse, out, lse, cu_q, cu_kv):  # type: ignore[no-untyped-def]
+    """What follows q, k and v among a plan's pointers."""
+    pointers = [out.data_ptr()]
+    if takes_lse:
+        pointers.append(0 if lse is None else lse.data_ptr())
+    if cu_q is not None:
+        pointers += (cu_q.data_ptr(), cu_kv.data_ptr())
+    return pointers
 
 
 def _prepare(  # type: ignore[no-untyped-def]
@@ -213,7 +222,7 @@ def _prepare(  # type: ignore[no-untyped-def]
                         num_heads_kv=num_heads_kv, softmax_scale=scale, top_left=causal == 2,
                         window=(left, 0 if causal else right), strides=strides)
     out_like_q = out_shape == q.shape and q.is_contiguous()
-    return _Call(None, out_shape, lse_shape, kernel.launcher(values), out_like_q)
+    return _Call(None, out_shape, lse_shape, kernel.launcher(values), out_like_q, "lse" in pointer_names(kernel.plan))
 
 
 class _Contiguous:

@@ -6,9 +6,11 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from drawer_case import Arrays, Case
 
@@ -23,6 +25,7 @@ from flashgen.runtime.compare import check
 from flashgen.runtime.edges import emulated_problems
 from flashgen.runtime.emulator.client import TensorMapPlace
 from flashgen.runtime.emulator.kernel import Argument, EmulatedKernel, LaunchShape, Statistics, launch
+from flashgen.runtime.emulator.report import KernelFault
 from flashgen.runtime.emulator.schedule import Schedule, scheduled
 from flashgen.runtime.emulator.toolchain import compile_kernel
 from flashgen.runtime.problem import Inputs, Problem
@@ -149,3 +152,24 @@ def run_case(case: Case, inputs: Arrays, schedule: Schedule) -> tuple[Arrays, St
             statistics = launch(case_plan(case), path, packed, arguments, shape, maps)
     return {name: tensor.numpy().view(inputs[name].dtype).reshape(inputs[name].shape)
             for name, tensor in tensors.items()}, statistics
+
+
+# ---- kernels of a few lines
+
+HEADERS = ("smem", "warp", "cp_async", "ldmatrix")
+START = "uint32_t* const shared = reinterpret_cast<uint32_t*>(dyn_smem());\nconst uint32_t t = threadIdx.x;\n"
+
+
+def small_case(name: str, body: str, headers: tuple[str, ...] = HEADERS, **more: Any) -> Case:
+    """A kernel of 64 threads and 1 KiB of shared memory over x (read) and out (written)."""
+    def inputs(rng: np.random.Generator) -> Arrays:
+        return {"x": np.arange(64, dtype=np.uint32), "out": np.zeros(64, np.uint32)}
+
+    return Case(name, headers, {"x": "const uint32_t", "out": "uint32_t"},
+                START + body, inputs, lambda arrays: arrays, **{"threads": 64, "smem": 1024, "hopper": False, **more})
+
+
+def fault_of(subject: Case, schedule: Schedule | None = None) -> KernelFault:
+    with pytest.raises(KernelFault) as caught:
+        run_case(subject, subject.inputs(np.random.default_rng(0)), schedule or Schedule())
+    return caught.value

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawer_case import Arrays, Case
-from emulator_kit import changed, problems_of, replaced, run_case, shipped, solve
+from emulator_kit import changed, fault_of, problems_of, replaced, run_case, shipped, small_case, solve
 
 import flashgen
 from flashgen.codegen.lower import lower
@@ -16,29 +15,9 @@ from flashgen.codegen.render import render
 from flashgen.errors import CompileError, EnvironmentError_, VerifyError
 from flashgen.runtime.emulator import client, kernel, toolchain
 from flashgen.runtime.emulator.report import KernelFault
-from flashgen.runtime.emulator.schedule import Schedule, scheduled
+from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
 
 SPEC = shipped("fa2_fwd_bf16_d64_causal")
-COUNT = 64
-
-
-HEADERS = ("smem", "warp", "cp_async", "ldmatrix")
-START = "uint32_t* const shared = reinterpret_cast<uint32_t*>(dyn_smem());\nconst uint32_t t = threadIdx.x;\n"
-
-
-def case(name: str, body: str, headers: tuple[str, ...] = HEADERS, **more: Any) -> Case:
-    """A kernel of 64 threads and 1 KiB of shared memory over x (read) and out (written)."""
-    def inputs(rng: np.random.Generator) -> Arrays:
-        return {"x": np.arange(COUNT, dtype=np.uint32), "out": np.zeros(COUNT, np.uint32)}
-
-    return Case(name, headers, {"x": "const uint32_t", "out": "uint32_t"},
-                START + body, inputs, lambda arrays: arrays, **{"threads": 64, "smem": 1024, "hopper": False, **more})
-
-
-def fault_of(subject: Case, schedule: Schedule | None = None) -> KernelFault:
-    with pytest.raises(KernelFault) as caught:
-        run_case(subject, subject.inputs(np.random.default_rng(0)), schedule or Schedule())
-    return caught.value
 
 
 # ---- calls
@@ -72,19 +51,22 @@ def test_tensors_need_not_be_contiguous() -> None:
 def test_a_schedule_replays() -> None:
     """The same schedule takes the same steps, another seed takes others."""
     inputs = problems_of(SPEC)[0].make_inputs()
-    launcher = kernel.EmulatedLauncher.__call__
-    counts: list[int] = []
-
-    def counting(self: Any, **tensors: Any) -> Any:
-        statistics = launcher(self, **tensors)
-        counts.append(statistics.switches)
-        return statistics
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel.EmulatedLauncher, "__call__", counting)
+    with collecting() as rows:
         for seed in (1, 1, 2):
             solve(SPEC, inputs, Schedule("random", seed))
-    assert counts[0] == counts[1] != counts[2]
+    assert rows[0].switches == rows[1].switches != rows[2].switches
+
+
+def test_flashgen_device_brings_tensors_here_and_back() -> None:
+    """What FLASHGEN_DEVICE=cpu does with CUDA tensors, tried with tensors that are here already."""
+    from flashgen.runtime import ops
+
+    q, k, v = (torch.randn(1, 40, 2, 64, dtype=torch.float16) for _ in range(3))
+    out, given = flashgen.attention(q, k, v), torch.empty(1, 40, 2, 64, dtype=torch.float16)
+    result = ops._on_cpu(q, k, v, out=given, return_lse=False)
+    assert result.data_ptr() == given.data_ptr() and torch.equal(given, out)
+    again, lse = ops._on_cpu(q, k, v, out=None, return_lse=True)
+    assert torch.equal(again, out) and lse.shape == (1, 2, 40)
 
 
 # ---- reports
@@ -118,7 +100,7 @@ def test_a_report_names_line_thread_stage_and_seed() -> None:
 }.items())
 def test_each_kind_of_fault(kind: str, body: str) -> None:
     for policy in ("eager", "lazy", "random"):
-        error = fault_of(case(f"fault_{kind}", body), Schedule(policy))
+        error = fault_of(small_case(f"fault_{kind}", body), Schedule(policy))
         assert error.kind == kind, error
 
 
@@ -129,21 +111,21 @@ def test_each_kind_of_fault(kind: str, body: str) -> None:
     "if (t == 0) shared[0] = 1;\nany_in_warp(true);\nif (t == 1) p.out[1] = shared[0];",  # a vote orders no memory
 ])
 def test_races(body: str) -> None:
-    assert fault_of(case("race", body, blocks=3)).kind == "race"
+    assert fault_of(small_case("race", body, blocks=3)).kind == "race"
 
 
 def test_a_deadlock_says_who_waits() -> None:
-    text = str(fault_of(case("deadlock", "if (t < 63) sync_block();\nelse { shfl_xor(1.0f, 1); }")))
+    text = str(fault_of(small_case("deadlock", "if (t < 63) sync_block();\nelse { shfl_xor(1.0f, 1); }")))
     assert "63 threads, the first thread 0" in text and "barrier 0 (63 of 64 arrived)" in text
     assert "1 threads, the first thread 63" in text and "(1 of 32 arrived)" in text
 
 
 def test_bank_conflicts_are_counted() -> None:
     """A column of a matrix with rows of 128 bytes lies in one bank; with a swizzle it does not."""
-    inputs = {"x": np.arange(COUNT, dtype=np.uint32), "out": np.zeros(COUNT, np.uint32)}
+    inputs = {"x": np.arange(64, dtype=np.uint32), "out": np.zeros(64, np.uint32)}
     for body, wavefronts in (("if (t < 8) shared[t * 32] = t;", 8),
                              ("if (t < 8) shared[t * 32 + t] = t;", 1)):
-        _, statistics = run_case(case("banks", body), inputs, Schedule())
+        _, statistics = run_case(small_case("banks", body), inputs, Schedule())
         (counted,) = statistics.bank_conflicts().values()
         assert counted == (1, wavefronts, 1)
 
@@ -153,11 +135,7 @@ def test_shipped_kernels_have_no_bank_conflicts() -> None:
     source = render(lower(SPEC))
     found = []
     for subject in (source, changed(source, "tile.cuh", lambda text: text.replace("row & 7 :", "row & 3 :"))):
-        statistics: list[kernel.Statistics] = []
-        launcher = kernel.EmulatedLauncher.__call__
-        with pytest.MonkeyPatch.context() as patch, replaced(SPEC, subject):
-            patch.setattr(kernel.EmulatedLauncher, "__call__",
-                          lambda self, **tensors: statistics.append(launcher(self, **tensors)))  # noqa: B023
+        with collecting() as statistics, replaced(SPEC, subject):
             solve(SPEC, problems_of(SPEC)[0].make_inputs(), Schedule())
         found.append(sum(wavefronts - ideal for _, _, wavefronts, ideal in statistics[0].banks))
     assert found[0] == 0 < found[1]
@@ -167,14 +145,14 @@ def test_shipped_kernels_have_no_bank_conflicts() -> None:
 
 def test_a_spin_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "STALL_S", 1.0)
-    spin = case("spin", "volatile uint32_t x = 1;\nwhile (x) {}")
+    spin = small_case("spin", "volatile uint32_t x = 1;\nwhile (x) {}")
     with pytest.raises(VerifyError, match=r"(?s)spins.*policy random, seed 5"):
         run_case(spin, spin.inputs(np.random.default_rng(0)), Schedule(seed=5))
     test_bank_conflicts_are_counted()  # a new process serves the next launch
 
 
 def test_a_crash_is_reported() -> None:
-    crash = case("crash", "__builtin_trap();")
+    crash = small_case("crash", "__builtin_trap();")
     with pytest.raises(VerifyError, match=r"SIGILL|SIGTRAP|SIGABRT"):
         run_case(crash, crash.inputs(np.random.default_rng(0)), Schedule())
     test_bank_conflicts_are_counted()
@@ -184,18 +162,18 @@ def test_a_crash_is_reported() -> None:
 
 def test_objects_are_cached_by_content(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "directory", lambda: tmp_path)
-    source = case("cached", "p.out[t] = t;").source()
+    source = small_case("cached", "p.out[t] = t;").source()
     first = toolchain.compile_kernel(source)
     stamp = first.stat().st_mtime_ns
     assert toolchain.compile_kernel(source) == first and first.stat().st_mtime_ns == stamp
-    assert toolchain.compile_kernel(case("cached", "p.out[t] = 1;").source()) != first
+    assert toolchain.compile_kernel(small_case("cached", "p.out[t] = 1;").source()) != first
     header = changed(source, "prelude.cuh", lambda text: text + "\n")
     assert toolchain.compile_kernel(header) != first
 
 
 def test_a_text_that_does_not_compile(tmp_path: Any) -> None:
     with pytest.raises(CompileError, match=r"(?s)wrong\.cu.*'?nonsense'?"):
-        toolchain.compile_kernel(case("wrong", "nonsense;").source())
+        toolchain.compile_kernel(small_case("wrong", "nonsense;").source())
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

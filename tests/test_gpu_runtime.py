@@ -294,6 +294,15 @@ REFUSED: dict[str, tuple[Callable[[Inputs], Inputs], Callable[[], dict[str, Any]
 }
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+def test_spec_without_lse_serves(varlen: bool, device: str) -> None:
+    problem = Problem(2, (130, 9), (200, 9), 6, 2) if varlen else Problem(2, 130, 200, 6, 2)
+    inputs = problem.make_inputs(device)
+    spec = _spec(lse=False, kv_layout="varlen" if varlen else "dense")
+    out = flashgen.attention(inputs.q, inputs.k, inputs.v, **inputs.keywords, spec=spec)
+    check_bits(out, attend(inputs), "out without lse")
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name: str, cuda: str) -> None:
     change, more, words = REFUSED[name]

@@ -15,6 +15,7 @@ from typing import Any
 
 from flashgen.errors import EnvironmentError_
 from flashgen.runtime.emulator.toolchain import runtime_library
+from flashgen.runtime.emulator.worker import NUM_COSTS
 
 STALL_S = 30.0       # without a sign of progress a kernel spins, and the worker is ended
 GUARD_BYTES = 64 << 10
@@ -65,6 +66,8 @@ class Request:
     registers: int                    # of each thread at the start
     buffers: list[BufferPlace] = field(default_factory=list)
     maps: list[TensorMapPlace] = field(default_factory=list)
+    traced_block: int = -1            # whose timeline is wanted; -1: none
+    costs: tuple[float, ...] = (0.0,) * NUM_COSTS
 
     def to_json(self, memory_bytes: int) -> str:
         rows = [{"offset": b.offset, "bytes": b.bytes, "run_bytes": b.run_bytes, "sizes": b.sizes,

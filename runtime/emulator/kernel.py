@@ -26,8 +26,9 @@ from flashgen.runtime.emulator.client import (
     Worker,
     WorkerDied,
 )
+from flashgen.runtime.emulator.costs import costs
 from flashgen.runtime.emulator.report import TensorView, fault_error, site
-from flashgen.runtime.emulator.schedule import current_schedule
+from flashgen.runtime.emulator.schedule import collect, current_schedule
 from flashgen.runtime.emulator.toolchain import compile_kernel
 from flashgen.runtime.kernel import pack_params, pointer_names
 
@@ -47,6 +48,7 @@ class Statistics:
     switches: int
     accesses: int
     banks: tuple[tuple[int, int, int, int], ...]
+    trace: tuple[tuple[int, int, int, float, float], ...]  # (row, kind, code offset, begin, end): trace.py
 
     def bank_conflicts(self) -> dict[str, tuple[int, int, int]]:
         """Shared-memory accesses as the hardware would serve them: (instructions, wavefronts, ideal) by place."""
@@ -98,7 +100,8 @@ def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument
     for window, argument in zip(windows, arguments, strict=True):
         window.copy_(_span(argument.tensor))
     request = Request(str(kernel), packed, shape.grid, (shape.threads, 1, 1), shape.smem_bytes, schedule.policy,
-                      schedule.seed, schedule.resident, shape.cluster, shape.registers, places, list(maps))
+                      schedule.seed, schedule.resident, shape.cluster, shape.registers, places, list(maps),
+                      schedule.traced_block, costs(plan.target))
     try:
         with _progress(plan.kernel_name, math.prod(shape.grid)) as beat:
             answer = worker.run(request, beat)
@@ -112,7 +115,10 @@ def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument
                  for a in arguments]
         raise fault_error(answer["fault"], plan, schedule, str(kernel), views)
     raw = answer["statistics"]
-    return Statistics(str(kernel), raw["switches"], raw["accesses"], tuple(map(tuple, raw["banks"])))
+    statistics = Statistics(str(kernel), raw["switches"], raw["accesses"], tuple(map(tuple, raw["banks"])),
+                            tuple(map(tuple, raw["trace"])))
+    collect(statistics)
+    return statistics
 
 
 class EmulatedKernel:

@@ -76,9 +76,9 @@ def fault_error(fault: dict[str, Any], plan: Plan, schedule: Schedule, kernel: s
         lines.append(f"  address: {place}")
     for waiter in fault["waiters"]:
         first = _thread(plan, waiter["block"], waiter["thread"])
-        what = re.sub(r"shared memory \+ (\d+)", lambda m: _shared(plan, int(m[1])), waiter["what"])
+        goal = re.sub(r"shared memory \+ (\d+)", lambda m: _shared(plan, int(m[1])), waiter["what"])
         lines.append(f"  {waiter['count']} threads, the first {first}, "
-                     + (f"wait for {what} at {site(kernel, waiter['pc'])}" if what else "have exited"))
+                     + (f"wait for {goal} at {site(kernel, waiter['pc'])}" if goal else "have exited"))
     lines.append(f"  replay: {schedule}")
     where = str(site(kernel, fault["pc"])) if fault["pc"] else plan.kernel_name
     error = KernelFault(what, where=where, details="\n".join(lines))

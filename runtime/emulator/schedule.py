@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 POLICIES = ("eager", "lazy", "random")
 
@@ -16,6 +17,7 @@ class Schedule:
     policy: str = "random"  # eager: asynchronous work is done at its issue; lazy: when nothing else can go on; random
     seed: int = 0
     resident: int = 2       # blocks that run at a time
+    traced_block: int = -1  # whose timeline the statistics hold; -1: none
 
     def __str__(self) -> str:
         return f"policy {self.policy}, seed {self.seed}"
@@ -27,6 +29,26 @@ _current: ContextVar[Schedule] = ContextVar("schedule", default=_DEFAULT)
 
 def current_schedule() -> Schedule:
     return _current.get()
+
+
+_statistics: ContextVar[list[Any] | None] = ContextVar("statistics", default=None)
+
+
+@contextmanager
+def collecting() -> Iterator[list[Any]]:
+    """The Statistics of each emulated launch in this context, in order."""
+    rows: list[Any] = []
+    token = _statistics.set(rows)
+    try:
+        yield rows
+    finally:
+        _statistics.reset(token)
+
+
+def collect(statistics: Any) -> None:
+    rows = _statistics.get()
+    if rows is not None:
+        rows.append(statistics)
 
 
 @contextmanager

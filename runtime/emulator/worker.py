@@ -14,6 +14,7 @@ from typing import Any
 
 POLICY_CODES = {"eager": 0, "lazy": 1, "random": 2}
 MAX_RANK = 5
+NUM_COSTS = 9  # members of struct Costs of src/trace.h
 MAP_MAGIC, MAP_FORMAT = 0x70616d74, "<10IQ9Q"  # struct EncodedMap of src/tensor_map.h
 BEAT = ctypes.CFUNCTYPE(None, ctypes.c_uint32)
 
@@ -32,7 +33,8 @@ class Launch(ctypes.Structure):
                 ("block", ctypes.c_uint32 * 3), ("smem_bytes", ctypes.c_uint32), ("cluster", ctypes.c_uint32),
                 ("registers", ctypes.c_uint32), ("resident", ctypes.c_uint32),
                 ("seed", ctypes.c_uint64), ("policy", ctypes.c_uint32), ("num_buffers", ctypes.c_uint32),
-                ("buffers", ctypes.POINTER(Buffer)), ("beat", BEAT))
+                ("buffers", ctypes.POINTER(Buffer)), ("traced_block", ctypes.c_int64),
+                ("costs", ctypes.c_float * NUM_COSTS), ("beat", BEAT))
 
 
 class Server:
@@ -59,8 +61,9 @@ class Server:
         launch = Launch(
             entry=ctypes.cast(kernel.emu_entry, ctypes.c_void_p), params=ctypes.addressof(params_buffer),
             grid=tuple(request["grid"]), block=tuple(request["block"]), policy=POLICY_CODES[request["policy"]],
-            num_buffers=len(buffers), buffers=buffers, beat=beat,
-            **{name: request[name] for name in ("smem_bytes", "cluster", "registers", "resident", "seed")})
+            num_buffers=len(buffers), buffers=buffers, beat=beat, costs=tuple(request["costs"]),
+            **{name: request[name] for name in ("smem_bytes", "cluster", "registers", "resident", "seed",
+                                                "traced_block")})
         answer = ctypes.c_char_p()
         failed = self._library.emu_run(ctypes.byref(launch), ctypes.byref(answer))
         del window

@@ -9,6 +9,7 @@ namespace emu {
 namespace {
 
 constexpr uint32_t NO_GROUP = UINT32_MAX;
+constexpr int MAX_POLLS = 16;
 
 struct Semaphore {
   VectorClock released;  // only its `others` are used: semaphores belong to no group
@@ -28,6 +29,7 @@ void acquire(Fiber& fiber, const Semaphore& semaphore) {
 }
 
 void wake_all(Semaphore& semaphore) {
+  machine.advanced();
   for (Fiber* fiber : semaphore.waiting) fiber->wake();
   semaphore.waiting.clear();
 }
@@ -35,7 +37,7 @@ void wake_all(Semaphore& semaphore) {
 void check_atomic(Fiber& fiber, const void* address, Access access) {
   if (reinterpret_cast<uintptr_t>(address) % 4 != 0) fail(fiber, "misaligned", {}, "an atomic at %p", address);
   Actor actor = fiber.actor();
-  actor.atomic = true;
+  actor.now.atomic = true;
   check(fiber, actor, address, 4, access);
 }
 
@@ -76,7 +78,14 @@ void red_add_f32(float* address, float x) {
 int ld_acquire(const int* address) {
   Fiber& fiber = enter(__builtin_return_address(0));
   return_to_scheduler(fiber);  // whoever polls must let others run
-  check_atomic(fiber, address, Access::PROBE);
+  fiber.polls = fiber.polled == address && fiber.polled_value == *address ? fiber.polls + 1 : 0;
+  fiber.polled = address;
+  fiber.polled_value = *address;
+  if (fiber.polls > MAX_POLLS) {
+    fiber.waits_on = POLLS_DEVICE_MEMORY;
+    fiber.block(Wait::POLL);  // until nothing else can go on
+  }
+  check_atomic(fiber, address, Access::READ);
   acquire(fiber, semaphores[address]);
   return *address;
 }
@@ -96,7 +105,7 @@ void st_release(int* address, int value) {
 void wait_until_equal(const int* address, int value) {
   Fiber& fiber = enter(__builtin_return_address(0));
   maybe_yield(fiber);
-  check_atomic(fiber, address, Access::PROBE);
+  check_atomic(fiber, address, Access::READ);
   while (*address != value) {
     semaphores[address].waiting.push_back(&fiber);
     fiber.block(Wait::SEMAPHORE, value);

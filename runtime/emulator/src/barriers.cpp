@@ -1,4 +1,6 @@
 // barrier.sync and __syncthreads (PTX ISA 9.7.13.1).
+#include <algorithm>
+
 #include "fault.h"
 #include "machine.h"
 
@@ -7,6 +9,11 @@ namespace emu {
 namespace {
 
 void complete(Barrier& barrier) {
+  double last = 0;
+  for (const Fiber* fiber : barrier.waiting) last = std::max(last, fiber->warp->time + fiber->warp->thought);
+  for (const Fiber* fiber : barrier.waiting) {
+    if (Trace* const trace = traced(*fiber)) trace->wait_until(*fiber->warp, fiber->pc, last);
+  }
   for (Fiber* fiber : barrier.waiting) {
     fiber->clock.join(barrier.joined);
     fiber->vote = barrier.vote;

@@ -85,6 +85,7 @@ struct Load : Operation {
   Clock moment;
   VectorClock issued;
   uint32_t pc;
+  double time = 0;  // when it has landed, traced
   std::vector<uint32_t> rows_left;
 
   Load(Fiber& fiber, Cta& cta, const Box& what, uint32_t smem_offset, uint32_t barrier_offset)
@@ -94,11 +95,12 @@ struct Load : Operation {
     moment = cta.tick(engine);
     check(fiber, actor(), cta.smem + offset, box.bytes(), Access::ASYNC_WRITE);
     memset(cta.smem + offset, 0xff, box.bytes());
+    if (machine.trace.follows(*fiber.cta)) time = machine.trace.copy(*fiber.warp, pc, box.bytes());
     for (uint32_t row = 0; row < box.rows; ++row) rows_left.push_back(row);
     for (size_t i = rows_left.size(); i > 1; --i) std::swap(rows_left[i - 1], rows_left[machine.random() % i]);
   }
 
-  Actor actor() const { return {{into.cluster->group, moment, pc, engine}, &issued, true}; }
+  Actor actor() const { return {{into.cluster->group, moment, pc, engine, false}, &issued, true}; }
 
   const Cta* target() const override { return &into; }
 
@@ -110,7 +112,7 @@ struct Load : Operation {
       land(rows_left.back());
       rows_left.pop_back();
     }
-    report_bytes(into, barrier, static_cast<uint32_t>(count) * box.row_bytes, issued, moment);
+    report_bytes(into, barrier, static_cast<uint32_t>(count) * box.row_bytes, issued, moment, time);
     return rows_left.empty();
   }
 
@@ -163,7 +165,7 @@ struct Store : Operation {
   }
 
   Actor actor(uint16_t agent) const {
-    return {{issuer.cta->cluster->group, static_cast<Clock>(group + 1), pc, agent}, &issued, true};
+    return {{issuer.cta->cluster->group, static_cast<Clock>(group + 1), pc, agent, false}, &issued, true};
   }
 
   bool step() override {

@@ -33,6 +33,14 @@ std::string statistics() {
     json += row;
     first = false;
   }
+  json += "], \"trace\": [";
+  for (size_t i = 0; i < machine.trace.spans().size(); ++i) {
+    const Span& span = machine.trace.spans()[i];
+    char row[160];
+    snprintf(row, sizeof row, "%s[%u, %u, %u, %.1f, %.1f]", i == 0 ? "" : ", ", span.row,
+             static_cast<unsigned>(span.kind), span.pc, span.begin, span.end);
+    json += row;
+  }
   return json + "]}";
 }
 
@@ -53,7 +61,8 @@ extern "C" int emu_run(const emu::Launch* launch, const char** answer) {
   machine.global.clear();
   for (uint32_t i = 0; i < launch->num_buffers; ++i) {
     const Buffer& buffer = launch->buffers[i];
-    machine.global.emplace_back(Space::GLOBAL).reset(buffer.bytes, buffer.initialised ? State::WRITTEN : State::UNINITIALISED);
+    const State state = buffer.initialised ? State::WRITTEN : State::UNINITIALISED;
+    machine.global.emplace_back(Space::GLOBAL).reset(buffer.bytes, state);
   }
   try {
     machine.run();

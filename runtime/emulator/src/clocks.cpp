@@ -1,6 +1,7 @@
 #include "clocks.h"
 
 #include <algorithm>
+#include <deque>
 
 namespace emu {
 
@@ -95,14 +96,26 @@ bool Actor::sees_through_fence(const Moment& then, Space space) const {
 
 namespace {
 
-// Readers of a cell since its last write, as linked lists in one pool. Entry 0 ends a list.
+// Readers of a cell since its last write: a list of moments in one pool, entry 0 ending it; or, where many read, a
+// table of each agent's last moment.
 struct Reader {
   Moment moment;
   uint32_t next;
 };
 
+struct Table {
+  uint32_t group;
+  std::vector<Clock> clocks;  // by agent, 0: has not read
+  std::vector<uint32_t> pcs;
+};
+
+constexpr uint32_t TABLE = 1u << 31;  // marks the index of a table among those of lists
+constexpr int MAX_LIST = 8;
+
 std::vector<Reader> pool(1);
 uint32_t free_reader = 0;
+std::deque<Table> tables;
+std::vector<uint32_t> free_tables;
 
 uint32_t new_reader(const Moment& moment, uint32_t next) {
   if (free_reader == 0) {
@@ -115,7 +128,22 @@ uint32_t new_reader(const Moment& moment, uint32_t next) {
   return index;
 }
 
+uint32_t new_table(const Table& table) {
+  if (free_tables.empty()) {
+    tables.push_back(table);
+    return static_cast<uint32_t>(tables.size() - 1) | TABLE;
+  }
+  const uint32_t index = free_tables.back();
+  free_tables.pop_back();
+  tables[index] = table;
+  return index | TABLE;
+}
+
 void free_readers(uint32_t& list) {
+  if ((list & TABLE) != 0) {
+    free_tables.push_back(list & ~TABLE);
+    list = 0;
+  }
   while (list != 0) {
     const uint32_t next = pool[list].next;
     pool[list].next = free_reader;
@@ -124,21 +152,69 @@ void free_readers(uint32_t& list) {
   }
 }
 
+uint32_t copy_of(uint32_t list) {
+  if ((list & TABLE) != 0) return new_table(Table(tables[list & ~TABLE]));
+  uint32_t copy = 0;
+  for (uint32_t i = list; i != 0; i = pool[i].next) copy = new_reader(Moment(pool[i].moment), copy);
+  return copy;
+}
+
+// A table of what a list holds, 0 if that speaks of several groups.
+uint32_t table_of(uint32_t list, const Actor& actor) {
+  Table table{actor.now.group, std::vector<Clock>(actor.past->seen.size()), {}};
+  table.pcs.resize(table.clocks.size());
+  for (uint32_t i = list; i != 0; i = pool[i].next) {
+    const Moment& moment = pool[i].moment;
+    if (moment.group != table.group || moment.atomic) return 0;
+    table.clocks[moment.agent] = moment.clock;
+    table.pcs[moment.agent] = moment.pc;
+  }
+  return new_table(table);
+}
+
 // Notes that `actor` read. A reader that lies in the past of another one need not be remembered beside it.
 void add_reader(Cell& cell, const Actor& actor) {
+  if ((cell.readers & TABLE) != 0) {
+    Table& table = tables[cell.readers & ~TABLE];
+    if (actor.now.atomic) return;  // a table cannot say so, and plain reads are what matters
+    if (table.group == actor.now.group) {
+      table.clocks[actor.now.agent] = actor.now.clock;
+      table.pcs[actor.now.agent] = actor.now.pc;
+      return;
+    }
+    free_readers(cell.readers);  // groups do not wait for each other's reads: keep the newest group's
+  }
+  int length = 0;
   for (uint32_t i = cell.readers; i != 0; i = pool[i].next) {
     if (actor.after(pool[i].moment)) {
       pool[i].moment = actor.now;
       return;
     }
+    ++length;
   }
   cell.readers = new_reader(actor.now, cell.readers);
+  if (length < MAX_LIST) return;
+  const uint32_t table = table_of(cell.readers, actor);
+  if (table == 0) return;
+  free_readers(cell.readers);
+  cell.readers = table;
 }
 
-uint32_t copy_of(uint32_t list) {
-  uint32_t copy = 0;
-  for (uint32_t i = list; i != 0; i = pool[i].next) copy = new_reader(Moment(pool[i].moment), copy);
-  return copy;
+// A reader whose read is not over for `actor`, if there is one.
+bool unfinished_reader(const Cell& cell, const Actor& actor, Moment& found) {
+  if ((cell.readers & TABLE) == 0) {
+    for (uint32_t r = cell.readers; r != 0; r = pool[r].next) {
+      found = pool[r].moment;
+      if (!actor.after_read(found) && !(found.atomic && actor.now.atomic)) return true;
+    }
+    return false;
+  }
+  const Table& table = tables[cell.readers & ~TABLE];
+  for (size_t agent = 0; agent < table.clocks.size(); ++agent) {
+    found = {table.group, table.clocks[agent], table.pcs[agent], static_cast<uint16_t>(agent), false};
+    if (found.clock != 0 && !actor.after_read(found)) return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -147,7 +223,8 @@ Conflict Shadow::read_conflict(const Cell& cell, const Actor& actor) const {
   if (cell.state == State::UNINITIALISED) return Conflict::UNINITIALISED;
   if (cell.state == State::IN_FLIGHT) return Conflict::IN_FLIGHT;
   if (cell.state == State::BARRIER) return Conflict::BARRIER;
-  if (cell.write.clock == 0 || (actor.atomic && cell.state == State::ADDED)) return Conflict::NONE;  // 0: by the host
+  if (cell.write.clock == 0) return Conflict::NONE;  // by the host
+  if (actor.now.atomic && cell.state == State::ADDED) return Conflict::NONE;
   if (!actor.after(cell.write)) return Conflict::WRITE;
   if (cell.state == State::WRITTEN && !actor.sees_through_fence(cell.write, space_)) return Conflict::UNFENCED;
   return Conflict::NONE;
@@ -230,10 +307,7 @@ Verdict Shadow::write(const Actor& actor, size_t offset, size_t bytes, State sta
     if (cell.state == State::BARRIER) return Conflict::BARRIER;
     const bool both_atomic = state == State::ADDED && cell.state == State::ADDED;
     if (cell.write.clock != 0 && !both_atomic && !actor.after(cell.write)) return Conflict::WRITE;
-    for (uint32_t r = cell.readers; r != 0; r = pool[r].next) {
-      reader = pool[r].moment;
-      if (!actor.after_read(reader)) return Conflict::READ;
-    }
+    if (unfinished_reader(cell, actor, reader)) return Conflict::READ;
     free_readers(cell.readers);
     cell.write = actor.now;
     cell.state = state;

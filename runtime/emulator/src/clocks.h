@@ -39,6 +39,7 @@ struct Moment {
   Clock clock = 0;
   uint32_t pc = 0;
   uint16_t agent = 0;
+  bool atomic = false;  // needs no order with other atomics
 };
 
 // Who accesses now, and what lies in its past.
@@ -46,7 +47,6 @@ struct Actor {
   Moment now;
   const VectorClock* past;
   bool async_proxy = false;  // reads what plain stores wrote only after a proxy fence
-  bool atomic = false;       // needs no order with other atomics
 
   bool after(const Moment& then) const {
     if (then.group != now.group) return after_other_group(then);
@@ -79,8 +79,8 @@ struct Verdict {
   Moment other;
 };
 
-// A shadow of a piece of memory. One cell speaks for a chunk of 16 bytes as long as it is accessed as a whole; an access
-// to a part splits it into cells of 2 bytes. Neighbours within those must be written by one thread.
+// A shadow of a piece of memory. One cell speaks for a chunk of 16 bytes as long as it is accessed as a whole; an
+// access to a part splits it into cells of 2 bytes. Neighbours within those must be written by one thread.
 class Shadow {
  public:
   explicit Shadow(Space space = Space::SHARED) : space_(space) {}

@@ -63,6 +63,7 @@ void cp_async(void* smem, const void* gmem, uint32_t bytes) {
   check(fiber, smem, 16, Access::ASYNC_WRITE);
   CopyGroup& group = fiber.copies.back();
   group.targets.push_back(offset);
+  if (Trace* const trace = traced(fiber)) group.landed = trace->copy(*fiber.warp, fiber.pc, WARP_SIZE * 16);
   const Copy copy{&fiber, &group, static_cast<unsigned char*>(smem), static_cast<const unsigned char*>(gmem), bytes};
   if (machine.policy == Policy::EAGER) {
     execute(copy);
@@ -82,6 +83,11 @@ void cp_async_wait(int pending) {
   Fiber& fiber = enter(__builtin_return_address(0));
   maybe_yield(fiber);
   if (!satisfied(fiber, pending)) fiber.block(Wait::CP_ASYNC, pending);
+  if (Trace* const trace = traced(fiber)) {
+    for (size_t i = 0; i + 1 + static_cast<size_t>(pending) < fiber.copies.size(); ++i) {
+      trace->wait_until(*fiber.warp, fiber.pc, fiber.copies[i].landed);
+    }
+  }
   while (fiber.copies.size() > static_cast<size_t>(pending) + 1) {
     for (const uint32_t offset : fiber.copies.front().targets) {
       fiber.cta->shadow.land(fiber.agent, fiber.clock.seen[fiber.agent], offset, 16, State::WRITTEN);

@@ -18,7 +18,9 @@ std::string quoted(const std::string& text) {
   return result + "\"";
 }
 
-std::string field(const char* name, int64_t value) { return std::string(", \"") + name + "\": " + std::to_string(value); }
+std::string field(const char* name, int64_t value) {
+  return std::string(", \"") + name + "\": " + std::to_string(value);
+}
 
 // An agent in words: a thread, a warpgroup's wgmma, or copies.
 std::string culprit(const Moment& moment) {

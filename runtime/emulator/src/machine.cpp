@@ -35,7 +35,7 @@ void check_at_exit(Fiber& fiber) {
 
 // ---- threads
 
-Actor Fiber::actor() const { return {{cta->cluster->group, clock.seen[agent], pc, agent}, &clock}; }
+Actor Fiber::actor() const { return {{cta->cluster->group, clock.seen[agent], pc, agent, false}, &clock}; }
 
 uint16_t Cta::agent(int local) const {
   return static_cast<uint16_t>(static_cast<int>(rank) * machine.agents_per_block() + local);
@@ -75,6 +75,7 @@ static void thread_main() {
   machine.launch->entry(machine.launch->params);
   Fiber& fiber = *current;
   check_at_exit(fiber);
+  fiber.cta->exited.join(fiber.clock);
   --fiber.cta->running;
   fiber.block(Wait::EXITED);
 }
@@ -119,6 +120,7 @@ void Machine::start_block(int slot, uint32_t linear, const std::shared_ptr<Clust
     barrier = {};
     barrier.joined.reset(agents);
   }
+  cta->exited.reset(agents);
   cta->mbarriers.clear();
   cta->next_engine = 0;
   cta->engine_clocks.assign(threads / WARPGROUP_SIZE + ENGINES, 0);
@@ -149,6 +151,7 @@ void Machine::start_thread(Cta& cta, int t) {
   prepare(fiber.context, fiber.stack, thread_main);
   if (fiber.lane == 0) warp.elected = static_cast<int>(random() % WARP_SIZE);
   warp.cta = &cta;
+  warp.number = t / WARP_SIZE;
   warp.lanes[fiber.lane] = &fiber;
   ++warp.size;
   ++warp.ready;
@@ -156,6 +159,12 @@ void Machine::start_thread(Cta& cta, int t) {
 
 void Machine::exit_block(Cta& cta) {
   for (Warp& warp : cta.warps) warp.accesses.flush(banks);
+  for (const auto& [offset, mbarrier] : cta.mbarriers) {
+    const Clock issued = cta.engine_clocks[mbarrier.engine - cta.agent(threads)];
+    if (cta.exited.seen[mbarrier.engine] >= issued) continue;
+    stop({"unwaited", "the block ends, and no thread has waited for the copies that report to " +
+          describe_mbarrier(cta, offset), &cta.fibers[0], 0, {Place::SHARED, cta.rank, offset, 8}, nullptr, {}});
+  }
   for (int i = 0; i < MAX_BARRIERS; ++i) {
     if (cta.barriers[i].arrived == 0) continue;
     Fault fault{"barrier", "", &cta.fibers[0], 0, {}, nullptr, {}};
@@ -236,6 +245,7 @@ void Machine::prepare_run() {
   operations.clear();
   banks.clear();
   forget_semaphores();
+  trace.start(launch->costs, launch->traced_block, static_cast<uint32_t>((threads + WARP_SIZE - 1) / WARP_SIZE));
   order_.resize(launch->grid[0] * launch->grid[1] * launch->grid[2] / launch->cluster);
   for (uint32_t i = 0; i < order_.size(); ++i) order_[i] = i;
   if (policy == Policy::LAZY) std::reverse(order_.begin(), order_.end());
@@ -246,7 +256,7 @@ void Machine::prepare_run() {
     if (cta != nullptr) cta->shadow.reset(0, State::UNINITIALISED);
   }
   resident.clear();
-  const size_t clusters = std::max<size_t>(launch->resident / launch->cluster, 1);
+  const size_t clusters = std::max<size_t>(std::min<size_t>(launch->resident, MAX_RESIDENT) / launch->cluster, 1);
   resident.resize(launch->cluster * std::min(clusters, order_.size()));
   for (size_t slot = 0; slot < resident.size(); slot += launch->cluster) start_cluster(static_cast<int>(slot));
 }
@@ -314,8 +324,10 @@ static std::string waited_for(const Fiber& fiber) {
     case Wait::CLUSTER_BARRIER:
       return "the cluster's barrier" +
              of(cta.cluster->arrived, machine.threads * static_cast<int>(machine.launch->cluster));
-    case Wait::MBARRIER:
     case Wait::POLL:
+      if (fiber.waits_on == POLLS_DEVICE_MEMORY) return "a semaphore in device memory to change";
+      [[fallthrough]];
+    case Wait::MBARRIER:
       return describe_mbarrier(cta, static_cast<uint32_t>(fiber.waits_on)) + ", parity " +
              std::to_string(fiber.wait_for);
     case Wait::WGMMA:
@@ -350,7 +362,19 @@ void Machine::deadlock() {
 
 // ---- warp collectives
 
-void meet(Fiber& fiber, Collective collective, void* arguments) {
+Trace* traced(const Fiber& fiber) {
+  return fiber.lane == 0 && machine.trace.follows(*fiber.cta) ? &machine.trace : nullptr;
+}
+
+static void time_collective(Warp& warp, Kind kind) {
+  Trace& trace = machine.trace;
+  if (!trace.follows(*warp.cta)) return;
+  const Costs& costs = trace.costs();
+  const double clocks = kind == Kind::TENSOR ? costs.mma : kind == Kind::FRAGMENTS ? costs.fragments : costs.shuffle;
+  trace.work(warp, kind, warp.lanes[0]->pc, clocks);
+}
+
+void meet(Fiber& fiber, Collective collective, void* arguments, Kind kind) {
   Warp& warp = *fiber.warp;
   if (warp.size < WARP_SIZE) fail(fiber, "collective", {}, "a collective in a warp of %d lanes", warp.size);
   if (warp.arrived == 0) {
@@ -365,6 +389,7 @@ void meet(Fiber& fiber, Collective collective, void* arguments) {
   }
   warp.arrived = 0;
   warp.accesses.flush(machine.banks);
+  time_collective(warp, kind);
   collective(warp);
   for (Fiber* lane : warp.lanes) {
     if (lane != &fiber) lane->wake();

@@ -11,11 +11,13 @@
 #include "banks.h"
 #include "clocks.h"
 #include "fiber.h"
+#include "trace.h"
 
 namespace emu {
 
 constexpr int WARP_SIZE = 32;
 constexpr int MAX_BARRIERS = 16;
+constexpr uint64_t POLLS_DEVICE_MEMORY = UINT64_MAX;  // Fiber::waits_on
 constexpr int WARPGROUP_SIZE = 128;
 constexpr int ENGINES = 64;  // agents of one block for its asynchronous copies
 constexpr uint32_t SMEM_WINDOW = 1024;  // 32-bit shared address of the first dynamic byte: the driver keeps the rest
@@ -32,6 +34,7 @@ enum class Policy : uint32_t { EAGER, LAZY, RANDOM };
 // The copies of one cp.async group that have not been waited for.
 struct CopyGroup {
   int unfinished = 0;
+  double landed = 0;              // traced
   std::vector<uint32_t> targets;  // shared-memory offsets, 16 bytes each
 };
 
@@ -78,7 +81,9 @@ struct Fiber {
   uint64_t products_collected = 0;     // and waited for
   uint64_t product_groups = 0;         // committed
   bool cluster_arrived = false;        // at the cluster's barrier, and not yet waited
-  uint64_t waits_on = 0;               // WAIT-specific: an address
+  uint64_t waits_on = 0;               // what `wait` is about: an offset, a phase
+  const int* polled = nullptr;         // the semaphore it last read, what it read, and how often in a row
+  int polled_value = 0, polls = 0;
   VectorClock released;                // what its last fence.acq_rel releases through relaxed atomics
   VectorClock acquirable;              // what relaxed atomics have read, for its next fence.acq_rel
 
@@ -99,6 +104,9 @@ struct Warp {
   int arrived = 0;
   int registers = 0;  // of each thread
   int elected = 0;    // the lane that elect_one() picks
+  int number = 0;     // in its block
+  double time = 0, thought = 0;  // clocks, where the block is traced
+  uint32_t thought_pc = 0;
   Collective collective = nullptr;
   void* arguments[WARP_SIZE] = {};
   PendingAccesses accesses;
@@ -120,6 +128,7 @@ struct Mbarrier {
   Moment initialised;
   bool fenced = false;       // its init has been shown to the async proxy
   uint16_t engine = 0;       // agent of the copies that report to it
+  double time = 0, ended_at[2] = {};  // traced: of the phase so far, and of the last ones
   std::vector<Fiber*> waiting;
 };
 
@@ -151,6 +160,7 @@ struct Cta {
   std::vector<Warp> warps;
   Barrier barriers[MAX_BARRIERS];
   std::map<uint32_t, Mbarrier> mbarriers;  // by offset
+  VectorClock exited;                      // joined over the threads that have exited
   std::vector<std::shared_ptr<Warpgroup>> warpgroups;
 
   uint16_t agent(int local) const;  // number of an agent of this block in the cluster
@@ -185,6 +195,8 @@ struct Launch {  // mirrored in runtime/emulator/worker.py
   uint32_t policy;
   uint32_t num_buffers;
   const Buffer* buffers;
+  int64_t traced_block;  // -1: none
+  Costs costs;
   void (*beat)(uint32_t blocks_done);  // called a few times per second while the launch advances
 };
 
@@ -213,11 +225,13 @@ struct Machine {
   std::vector<Copy> in_flight;
   std::vector<std::unique_ptr<Operation>> operations;
   BankSites banks;
+  Trace trace;
   uint64_t switches = 0;
   uint64_t accesses = 0;
   Context scheduler;
 
   void run();
+  void advanced() { idle_polls_ = 0; }  // something happened that pollers may be waiting for
   void start(std::unique_ptr<Operation> operation);  // under the eager policy it is done at once
   int agents_per_block() const { return threads + threads / WARPGROUP_SIZE + ENGINES; }
   uint64_t random();
@@ -255,7 +269,10 @@ Fiber& enter(const void* return_address);
 void maybe_yield(Fiber& fiber);  // lets others run now and then
 
 // All lanes of the warp bring `arguments`; the last one runs `collective` for all.
-void meet(Fiber& fiber, Collective collective, void* arguments);
+void meet(Fiber& fiber, Collective collective, void* arguments, Kind kind = Kind::SHUFFLE);
+
+// The trace of the fiber's block for its warp's first lane; null: it is not traced, or another lane is timed for it.
+Trace* traced(const Fiber& fiber);
 
 // Each runs some pending work by policy, and returns false if there is none.
 bool finish_copies(Machine& m);     // cp_async.cpp

@@ -1,6 +1,7 @@
 // mbarrier objects (PTX ISA 9.7.13.15). Their state lies in their own 8 bytes, so that overwriting one shows.
 #include "mbarrier.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "memory.h"
@@ -51,6 +52,8 @@ void end_phase_if_complete(const Object& object) {
   Word& word = object.word;
   if (word.pending != 0 || word.transactions != 0) return;
   object.info.ended[word.phase] = object.info.arrived;
+  object.info.ended_at[word.phase] = object.info.time;
+  machine.advanced();
   word.phase = !word.phase;
   word.pending = word.expected;
   for (Fiber* fiber : object.info.waiting) fiber->wake();
@@ -69,6 +72,7 @@ void arrive(Fiber& fiber, const Object& object, uint32_t bytes) {
     object.info.arrived.join_reads(fiber.clock);
   }
   fiber.release();
+  object.info.time = std::max(object.info.time, fiber.warp->time + fiber.warp->thought);
   object.word.transactions += bytes;
   --object.word.pending;
   end_phase_if_complete(object);
@@ -77,6 +81,9 @@ void arrive(Fiber& fiber, const Object& object, uint32_t bytes) {
 bool ended(Fiber& fiber, const Object& object, uint32_t parity) {
   if (object.word.phase == (parity & 1)) return false;
   fiber.clock.join(object.info.ended[parity & 1]);
+  if (machine.trace.follows(*fiber.cta)) {
+    machine.trace.wait_until(*fiber.warp, fiber.pc, object.info.ended_at[parity & 1]);
+  }
   return true;
 }
 
@@ -88,12 +95,13 @@ std::string describe_mbarrier(const Cta& cta, uint32_t offset) {
          std::to_string(word.expected) + " arrivals and " + std::to_string(word.transactions) + " bytes missing)";
 }
 
-void report_bytes(Cta& cta, uint32_t offset, uint32_t bytes, const VectorClock& issued, Clock landed) {
+void report_bytes(Cta& cta, uint32_t offset, uint32_t bytes, const VectorClock& issued, Clock landed, double time) {
   Word& word = word_at(cta, offset);
   Mbarrier& info = cta.mbarriers.at(offset);
   info.arrived.join(issued);
   Clock& known = info.arrived.seen[info.engine];
   if (known < landed) known = landed;
+  info.time = std::max(info.time, time);
   word.transactions -= bytes;
   end_phase_if_complete({cta, offset, word, info});
 }

@@ -98,7 +98,9 @@ void judge(const Fiber& fiber, const Actor& actor, Shadow& shadow, const Place& 
 bool check_shared(const Fiber& fiber, const Actor& actor, const unsigned char* p, size_t bytes, Access access) {
   if (arena == nullptr || p < arena || p >= arena + MAX_SLOTS * SLOT_BYTES) return false;
   Cta* const cta = owner(fiber, p);
-  if (cta == nullptr) fail(fiber, "out_of_bounds", {}, "%s of the shared memory of a block outside the cluster", name(access));
+  if (cta == nullptr) {
+    fail(fiber, "out_of_bounds", {}, "%s of the shared memory of a block outside the cluster", name(access));
+  }
   const int64_t offset = p - cta->smem;
   const Place place{Place::SHARED, cta->rank, offset, bytes};
   const auto size = static_cast<int64_t>(machine.launch->smem_bytes);
@@ -124,7 +126,8 @@ bool check_global(const Fiber& fiber, const Actor& actor, const unsigned char* p
     const auto size = static_cast<int64_t>(buffer.bytes);
     if (offset < -GUARD_BYTES || offset >= size + GUARD_BYTES) continue;
     const Place place{Place::GLOBAL, i, offset, bytes};
-    if (offset < 0 || offset + static_cast<int64_t>(bytes) > size || !in_view(buffer, static_cast<uint64_t>(offset), bytes)) {
+    const bool inside = offset >= 0 && offset + static_cast<int64_t>(bytes) <= size;
+    if (!inside || !in_view(buffer, static_cast<uint64_t>(offset), bytes)) {
       fail(fiber, "out_of_bounds", place, "%s of %zu bytes outside the tensor", name(access), bytes);
     }
     if (!buffer.writable) {
@@ -191,7 +194,8 @@ unsigned char* shared_memory(int slot) {
     void* const memory = mmap(nullptr, (MAX_SLOTS + 1) * SLOT_BYTES, PROT_READ | PROT_WRITE,
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) abort();
-    arena = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(memory) + SLOT_BYTES - 1) / SLOT_BYTES * SLOT_BYTES);
+    const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + SLOT_BYTES - 1) / SLOT_BYTES * SLOT_BYTES;
+    arena = reinterpret_cast<unsigned char*>(start);
   }
   if (slot >= MAX_SLOTS) abort();
   return arena + slot * SLOT_BYTES + SLOT_GUARD;
@@ -230,6 +234,7 @@ inline void hook(const void* pointer, size_t bytes, bool write, const void* retu
   if (fiber == nullptr) return;
   const auto* const p = static_cast<const unsigned char*>(pointer);
   if (static_cast<size_t>(p - fiber->stack) < emu::STACK_BYTES) {  // registers and locals
+    if (emu::Trace* const trace = emu::traced(*fiber)) trace->think(*fiber->warp, emu::code_offset(return_address));
     if (fiber->owned.empty()) return;
     fiber->pc = emu::code_offset(return_address);
     emu::check_registers(*fiber, p, bytes, write);

@@ -44,7 +44,7 @@ void execute_mma(Warp& warp) {
 void mma_m16n8k16(Type type, float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
   Fiber& fiber = enter(__builtin_return_address(0));
   Mma mma{type, d, a, {b0, b1}};
-  meet(fiber, execute_mma, &mma);
+  meet(fiber, execute_mma, &mma, Kind::TENSOR);
 }
 
 }  // namespace emu

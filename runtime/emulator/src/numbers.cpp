@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "memory.h"
+
 namespace emu {
 
 namespace {
@@ -56,14 +58,23 @@ uint16_t from_float(Type type, float x) {
   const int exponent = static_cast<int>(magnitude >> 23) - 112;
   if (exponent > 0) return static_cast<uint16_t>(sign | round_off(magnitude - (112u << 23), 13));
   if (exponent < -10) return static_cast<uint16_t>(sign);
-  return static_cast<uint16_t>(sign | round_off((magnitude & 0x7fffff) | 0x800000, static_cast<uint32_t>(14 - exponent)));
+  const auto shift = static_cast<uint32_t>(14 - exponent);
+  return static_cast<uint16_t>(sign | round_off((magnitude & 0x7fffff) | 0x800000, shift));
 }
 
 uint32_t pack2(Type type, float lo, float hi) {
   return from_float(type, lo) | static_cast<uint32_t>(from_float(type, hi)) << 16;
 }
 
-float exp2_ftz(float x) { return flush(std::exp2(flush(x))); }
+float exp2_ftz(float x) {
+  if (current != nullptr) {
+    if (Trace* const trace = traced(*current)) {
+      trace->work(*current->warp, Kind::EXP, code_offset(__builtin_return_address(0)), trace->costs().exp);
+    }
+  }
+  return flush(std::exp2(flush(x)));
+}
+
 float log2_ftz(float x) { return flush(std::log2(flush(x))); }
 
 }  // namespace emu

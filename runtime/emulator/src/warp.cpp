@@ -40,7 +40,7 @@ struct MatrixLoad {
   bool transposed;
 };
 
-// The lane that gives a row's address reads it; each lane that receives a part of it must come after its writes as well.
+// The lane that gives a row's address reads it; each lane that receives a part of it must come after its writes, too.
 void execute_ldmatrix(Warp& warp) {
   MatrixLoad* loads[WARP_SIZE];
   for (int lane = 0; lane < WARP_SIZE; ++lane) {
@@ -117,13 +117,13 @@ uint32_t ballot(bool x) {
 void ldmatrix_x4(uint32_t* r, const void* row, bool transposed) {
   Fiber& fiber = enter(__builtin_return_address(0));
   MatrixLoad load{r, static_cast<const unsigned char*>(row), transposed};
-  meet(fiber, execute_ldmatrix, &load);
+  meet(fiber, execute_ldmatrix, &load, Kind::FRAGMENTS);
 }
 
 void stmatrix_x4(void* row, const uint32_t* r, bool transposed) {
   Fiber& fiber = enter(__builtin_return_address(0));
   MatrixStore store{r, static_cast<unsigned char*>(row), transposed};
-  meet(fiber, execute_stmatrix, &store);
+  meet(fiber, execute_stmatrix, &store, Kind::FRAGMENTS);
 }
 
 bool elect_one() {

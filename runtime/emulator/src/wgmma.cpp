@@ -10,6 +10,7 @@ namespace emu {
 
 namespace {
 
+constexpr double FLOP_PER_COLUMN = 2.0 * 64 * 16;
 constexpr uint32_t POISON = 0x7fc0dead;  // a NaN: what a thread finds in registers that are not its own
 constexpr uint64_t RESERVED_BITS = 0x3ffULL << 52 | 0x7ULL << 46 | 0x3ULL << 30 | 0x3ULL << 14;
 
@@ -81,6 +82,7 @@ void collect(Fiber& fiber, Warpgroup& warpgroup, int pending) {
     Product& product = *warpgroup.products[i - warpgroup.base];
     if (!covered(fiber, product, pending)) break;
     fiber.clock.seen[warpgroup.agent] = std::max(fiber.clock.seen[warpgroup.agent], product.moment);
+    if (machine.trace.follows(*fiber.cta)) machine.trace.wait_until(*fiber.warp, fiber.pc, product.time);
     ++product.collected_by;
     ++fiber.products_collected;
   }
@@ -190,7 +192,11 @@ void issue(Fiber& fiber, Product&& fresh, float* d, const uint32_t* fragments) {
     }
   }
   fiber.release();
+  product.time = std::max(product.time, fiber.warp->time + fiber.warp->thought);
   if (++product.issued_by < WARPGROUP_SIZE) return;
+  if (machine.trace.follows(*fiber.cta)) {
+    product.time = machine.trace.product(product.time, product.pc, FLOP_PER_COLUMN * product.n);
+  }
   product.moment = fiber.cta->tick(warpgroup.agent);
   if (machine.policy == Policy::EAGER) execute_and_wake(warpgroup);
 }

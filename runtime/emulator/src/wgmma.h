@@ -25,6 +25,7 @@ struct Product {
   VectorClock all, warps[4];  // what all threads have seen, and all threads of each warp
   Clock moment = 0;
   uint32_t pc = 0;
+  double time = 0;  // traced: of its issue, then of its end
 
   bool same_as(const Product& o) const {
     return type == o.type && n == o.n && a_in_registers == o.a_in_registers && a_mn_major == o.a_mn_major &&

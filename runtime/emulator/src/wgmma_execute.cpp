@@ -44,7 +44,8 @@ class Operand {
     const int size = element_bytes(product_.type), per_chunk = CHUNK / size, depth = K_BYTES / size;
     for (int mn = first_row; mn < first_row + rows; mn += mn_major_ ? per_chunk : 1) {
       for (int k = 0; k < depth; k += mn_major_ ? 1 : per_chunk) {
-        const unsigned char* const chunk = read(chunk_address(descriptor_, mn_major_, mn / 8, mn, k / per_chunk, k), past);
+        const uint32_t address = chunk_address(descriptor_, mn_major_, mn / 8, mn, k / per_chunk, k);
+        const unsigned char* const chunk = read(address, past);
         for (int i = 0; i < per_chunk; ++i) {
           const float x = element(chunk, i, size);
           to[mn_major_ ? (mn + i) * row_stride + k : mn * row_stride + k + i] = x;
@@ -57,7 +58,7 @@ class Operand {
   const unsigned char* read(uint32_t address, const VectorClock& past) const {
     Fiber& first = warpgroup_.cta->fibers[warpgroup_.first_thread];
     const unsigned char* const p = warpgroup_.cta->smem + (static_cast<int64_t>(address) - SMEM_WINDOW);
-    const Moment now{warpgroup_.cta->cluster->group, product_.moment, product_.pc, warpgroup_.agent};
+    const Moment now{warpgroup_.cta->cluster->group, product_.moment, product_.pc, warpgroup_.agent, false};
     const uint32_t before = first.pc;
     first.pc = product_.pc;
     check(first, {now, &past, true}, p, CHUNK, Access::READ);
