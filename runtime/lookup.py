@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
+from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths, spec_path
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import UnsupportedError
 from flashgen.log import logger
@@ -81,7 +81,7 @@ class Registry:
 
     def _variants(self, handle: str) -> tuple[Spec, ...]:
         if handle not in self._specs:
-            self._specs[handle] = load_specs(_spec_path(handle)).specs
+            self._specs[handle] = load_specs(spec_path(handle)).specs
         return self._specs[handle]
 
     def kernel(self, wanted: Wanted, device_index: int) -> Kernel | EmulatedKernel:
@@ -191,16 +191,6 @@ def _shipped() -> dict[Selector, Spec]:
         for spec in load_specs(path).specs:
             found.setdefault(selector(spec.fields(), spec.arch), spec)
     return found
-
-
-def _spec_path(handle: str) -> Path:
-    """A path as given, or the name of a shipped spec (with or without .yaml)."""
-    path = Path(handle)
-    if not path.exists():
-        for shipped in shipped_spec_paths():
-            if handle in (shipped.name, shipped.stem):
-                return shipped
-    return path
 
 
 def _asked(wanted: Wanted) -> str:
