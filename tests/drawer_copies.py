@@ -202,6 +202,12 @@ class Boxes:
     def coords_array(self) -> np.ndarray:
         return np.array(self.coords, np.int32)
 
+    def overlapping(self) -> Boxes:
+        """Without the boxes wholly outside: a load makes those zero, a store or sum of one traps."""
+        sizes = (self.spec.dims, self.spec.box)
+        return Boxes(self.spec, tuple(c for c in self.coords if all(
+            -box < x < dim for x, dim, box in zip(c, *sizes, strict=True))))
+
 
 def _spec(element: str, dims: tuple[int, ...], box: tuple[int, ...], swizzle: int) -> TensorMapSpec:
     """Rows with a gap of 16 bytes after each, so that strides are not those of a packed tensor."""
@@ -296,6 +302,7 @@ def _multicast(boxes: Boxes) -> Case:
 
 
 def _stores(boxes: Boxes, name: str) -> Case:
+    boxes = boxes.overlapping()
     runs, box = len(boxes.coords), boxes.spec.box_bytes
 
     def inputs(rng: np.random.Generator) -> Arrays:
@@ -328,11 +335,10 @@ def _stores(boxes: Boxes, name: str) -> Case:
 
 def _sums(boxes: Boxes) -> Case:
     """Four blocks add boxes of small integers, exact in any order."""
-    runs = len(boxes.coords)
     spec = dataclasses.replace(_spec("f32", boxes.spec.dims, (min(boxes.spec.box[0], 8), *boxes.spec.box[1:]),
                                      0 if boxes.rank == 1 else 32))
-    box = spec.box_bytes
-    boxes = Boxes(spec, boxes.coords)
+    boxes = Boxes(spec, boxes.coords).overlapping()
+    runs, box = len(boxes.coords), spec.box_bytes
 
     def inputs(rng: np.random.Generator) -> Arrays:
         return {"tensor": rng.integers(-99, 99, boxes.tensor_bytes() // 4).astype(np.float32),

@@ -119,6 +119,12 @@ MISUSES: dict[str, tuple[str, str, dict]] = {
         "sync_block();\n"
         "shared[t] = 0;\n"
         "if (t == 0) bulk_wait<0>();", {}),
+    "tensor store wholly outside": (
+        "argument",
+        "shared[t] = t;\n"
+        "fence_proxy_async_shared();\n"
+        "sync_block();\n"
+        "if (t == 0) { tma_store_2d(&p.map, shared, 0, 8); bulk_commit(); bulk_wait<0>(); }", {"maps": {"map": MAP}}),
     "store not committed": (
         "unwaited",
         "shared[t] = t;\n"

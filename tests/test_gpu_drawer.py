@@ -114,3 +114,15 @@ def test_drawer(name: str, cuda: str) -> None:
     constants = {key: inputs[key] for key, c_type in case.pointers.items() if c_type.startswith("const ")}
     faults = case.compare({**case.model(inputs), **constants}, found)
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.time_limit(60)
+def test_a_tensor_store_wholly_outside_traps(cuda: str) -> None:
+    """Why the emulator refuses one, while a load of such a box gives zeros."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("compute capability 9.0 only")
+    case = CASES["tma_store_1d"]
+    inputs = case.inputs(np.random.default_rng(0))
+    inputs["coords"][0] = case.maps["map"].dims[0]
+    with pytest.raises(Exception, match="illegal instruction"):
+        _child(case.name, inputs)

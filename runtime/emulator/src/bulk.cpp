@@ -272,7 +272,14 @@ void tma_load(void* smem, const void* map, uint64_t* barrier, int rank, const in
 
 void tma_store(const void* map, const void* smem, int rank, const int* coords, bool adds) {
   Fiber& fiber = enter(__builtin_return_address(0));
-  store(fiber, tensor_box(fiber, map, rank, coords), smem, TENSOR_ALIGNMENT, adds);
+  const Box box = tensor_box(fiber, map, rank, coords);
+  for (int axis = 0; axis < rank; ++axis) {
+    const int64_t end = static_cast<int64_t>(coords[axis]) + box.map.box[axis];
+    if (end <= 0 || coords[axis] >= static_cast<int64_t>(box.map.dims[axis])) {
+      fail(fiber, "argument", {}, "a tensor store wholly outside the tensor, which traps on Hopper (dimension %d)", axis);
+    }
+  }
+  store(fiber, box, smem, TENSOR_ALIGNMENT, adds);
 }
 
 void bulk_store(void* gmem, const void* smem, uint32_t bytes) {
