@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jinja2
 import jinja2.sandbox
@@ -12,6 +13,9 @@ from flashgen.codegen.plan import CTYPES, Plan
 from flashgen.codegen.slots import MASKS
 from flashgen.codegen.source import Source
 from flashgen.errors import TemplateError
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec import Spec
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
@@ -37,6 +41,14 @@ def render(plan: Plan) -> Source:
     text = re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
     return Source(text=text, entry=plan.variant, file_name=f"{plan.kernel_name}.cu",
                   headers=reached_headers(text), arch=plan.target, options=plan.compiler_options)
+
+
+def plan_and_source(spec: Spec) -> tuple[Plan, Source]:
+    """Lowers and renders one variant. Raises PlanError or TemplateError."""
+    from flashgen.codegen.lower import lower  # whoever renders a ready plan needs no specs, hence no pydantic
+
+    plan = lower(spec)
+    return plan, render(plan)
 
 
 def _view(plan: Plan) -> dict[str, object]:

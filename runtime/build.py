@@ -142,19 +142,13 @@ def _memory_available_bytes() -> int:
     return min(free, int(limit) - int(used[1])) if used and limit.isdigit() else free
 
 
-def _lower_and_render(spec: Spec) -> tuple[Plan, Source]:
-    from flashgen.codegen.lower import lower  # workers and bundles never lower
-    from flashgen.codegen.render import render
-
-    plan = lower(spec)
-    return plan, render(plan)
-
-
 def _prepare(spec: Spec, cache: Cache) -> BuildResult | _Miss:
     """The result if it is known without compiling: a cache hit or a spec that does not lower."""
+    from flashgen.codegen.render import plan_and_source  # workers and bundles never render
+
     start = time.perf_counter()
     try:
-        plan, source = _lower_and_render(spec)
+        plan, source = plan_and_source(spec)
     except FlashgenError as err:
         return _failure(spec.variant, spec.arch, err, seconds=time.perf_counter() - start)
     entry = cache.get(plan, source)

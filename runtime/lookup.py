@@ -95,7 +95,7 @@ class Registry:
                 found = self._kernels.get((wanted, device_index))
                 if found is None:
                     found = self._find(wanted, device_index)
-                    logger().debug("%s: served by %s on cuda:%d", _asked(wanted), found.plan.kernel_name, device_index)
+                    logger().debug("%s: %s on device %d", _asked(wanted), found.plan.kernel_name, device_index)
                     self._kernels[wanted, device_index] = found
         return found
 
@@ -200,21 +200,17 @@ def _asked(wanted: Wanted) -> str:
 
 
 def _compiled(spec: Spec, device_index: int) -> Kernel:
-    from flashgen.codegen.lower import lower  # bundles serve without the generator
-    from flashgen.codegen.render import render
+    from flashgen.codegen.render import plan_and_source  # bundles serve without the generator
 
-    plan = lower(spec)
-    entry = default_cache().get_or_build(plan, render(plan))
+    entry = default_cache().get_or_build(*plan_and_source(spec))
     return Kernel(entry.plan, entry.cubin.image, device_index)
 
 
 def _emulated(spec: Spec) -> EmulatedKernel:
-    from flashgen.codegen.lower import lower
-    from flashgen.codegen.render import render
+    from flashgen.codegen.render import plan_and_source
     from flashgen.runtime.emulator.kernel import EmulatedKernel
 
-    plan = lower(spec)
-    return EmulatedKernel(plan, render(plan))
+    return EmulatedKernel(*plan_and_source(spec))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tiny import TEXT, tiny
 
+from flashgen.codegen import render
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.source import Source
 from flashgen.errors import PlanError, SpecError
@@ -31,7 +32,7 @@ class FakeSpec:
     refusal: type[SpecError] | type[PlanError] | None = None
 
 
-def lower_and_render(spec: FakeSpec) -> tuple[Plan, Source]:
+def plan_and_source(spec: FakeSpec) -> tuple[Plan, Source]:
     if spec.refusal:
         raise spec.refusal("does not fit", where=spec.variant, nearest="a smaller tile")
     return tiny(spec.variant, spec.arch, spec.text)
@@ -39,7 +40,7 @@ def lower_and_render(spec: FakeSpec) -> tuple[Plan, Source]:
 
 @pytest.fixture(autouse=True)
 def _fake_specs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_lower_and_render", lower_and_render)
+    monkeypatch.setattr(render, "plan_and_source", plan_and_source)
 
 
 @pytest.fixture

@@ -201,6 +201,17 @@ void issue(Fiber& fiber, Product&& fresh, float* d, const uint32_t* fragments) {
   if (machine.policy == Policy::EAGER) execute_and_wake(warpgroup);
 }
 
+// What a product has whichever way its A operand comes.
+Product product_with(Type type, int n, uint64_t b, bool b_mn_major, int scale_d) {
+  Product product;
+  product.type = type;
+  product.n = n;
+  product.b = b;
+  product.b_mn_major = b_mn_major;
+  product.adds = scale_d != 0;
+  return product;
+}
+
 }  // namespace
 
 void start_warpgroups(Cta& cta) {
@@ -234,26 +245,16 @@ void check_products_at_exit(Fiber& fiber) {
 
 void wgmma_ss(Type type, int n, float* d, uint64_t a, bool a_mn_major, uint64_t b, bool b_mn_major, int scale_d) {
   Fiber& fiber = enter(__builtin_return_address(0));
-  Product product;
-  product.type = type;
-  product.n = n;
+  Product product = product_with(type, n, b, b_mn_major, scale_d);
   product.a = a;
-  product.b = b;
   product.a_mn_major = a_mn_major;
-  product.b_mn_major = b_mn_major;
-  product.adds = scale_d != 0;
   issue(fiber, std::move(product), d, nullptr);
 }
 
 void wgmma_rs(Type type, int n, float* d, const uint32_t* a, uint64_t b, bool b_mn_major, int scale_d) {
   Fiber& fiber = enter(__builtin_return_address(0));
-  Product product;
-  product.type = type;
-  product.n = n;
+  Product product = product_with(type, n, b, b_mn_major, scale_d);
   product.a_in_registers = true;
-  product.b = b;
-  product.b_mn_major = b_mn_major;
-  product.adds = scale_d != 0;
   issue(fiber, std::move(product), d, a);
 }
 

@@ -1,14 +1,8 @@
 // cp.async.bulk (PTX ISA 9.7.9.25.4): copies of whole byte ranges by the copy engine, issued by one thread. Addresses
 // and sizes are multiples of 16. Loads report to an mbarrier; stores and sums belong to the issuing thread's groups.
 #pragma once
+#include "flashgen/cache_policy.cuh"
 #include "flashgen/ptx/smem.cuh"
-
-// What L2 does with the lines of a copy: operand `cache-policy`, as createpolicy.fractional encodes it for all lines.
-enum CachePolicy : uint64_t {
-  EVICT_NORMAL = 0x1000000000000000,
-  EVICT_FIRST = 0x12F0000000000000,
-  EVICT_LAST = 0x14F0000000000000,
-};
 
 // Global to shared. `barrier` gets the bytes; its phase must expect them.
 FG_DEVICE void bulk_load(void* smem, const void* gmem, uint32_t bytes, uint64_t* barrier,

@@ -1,12 +1,7 @@
 // Host twin of ptx/bulk.cuh.
 #pragma once
+#include "flashgen/cache_policy.cuh"
 #include "flashgen/ptx/smem.cuh"
-
-enum CachePolicy : uint64_t {
-  EVICT_NORMAL = 0x1000000000000000,
-  EVICT_FIRST = 0x12F0000000000000,
-  EVICT_LAST = 0x14F0000000000000,
-};
 
 FG_DEVICE void bulk_load(void* smem, const void* gmem, uint32_t bytes, uint64_t* barrier,
                          CachePolicy policy = EVICT_NORMAL) {

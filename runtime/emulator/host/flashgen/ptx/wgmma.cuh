@@ -1,24 +1,6 @@
 // Host twin of ptx/wgmma.cuh.
 #pragma once
-#include "flashgen/ptx/smem.cuh"
-
-struct e4m3 {
-  unsigned char bits;
-};
-struct e5m2 {
-  unsigned char bits;
-};
-
-enum Major : int { K_MAJOR = 0, MN_MAJOR = 1 };
-
-enum Swizzle : int { SWIZZLE_NONE = 0, SWIZZLE_128B = 1, SWIZZLE_64B = 2, SWIZZLE_32B = 3 };
-
-FG_DEVICE uint64_t wgmma_descriptor(const void* tile, Swizzle swizzle, uint32_t leading_bytes, uint32_t stride_bytes) {
-  return (uint64_t)(smem_addr(tile) >> 4 & 0x3fff) | (uint64_t)(leading_bytes >> 4 & 0x3fff) << 16 |
-         (uint64_t)(stride_bytes >> 4 & 0x3fff) << 32 | (uint64_t)swizzle << 62;
-}
-
-FG_DEVICE uint64_t wgmma_descriptor_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+#include "flashgen/wgmma_operand.cuh"
 
 // Nothing to pin: arrays that were passed to the emulator live in memory.
 FG_DEVICE void tie_registers(float& x) {}
