@@ -9,6 +9,7 @@ warning, never the kernel.
     <directory>/<key[:2]>/<key>/{kernel.cu, kernel.cubin, plan.json, log.txt, meta.json}
     <directory>/locks/<key>.lock
     <directory>/failed/<variant>.<arch>.cu      the last text NVRTC refused
+    <directory>/emulator/<key>.so               what the emulator compiled; emulator/toolchain.py makes and reads them
 """
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -287,15 +288,30 @@ class Cache:
         return removed
 
     def clear(self) -> list[CacheItem]:
-        """Delete every entry, lock and refused text. Returns the deleted entries. Other files stay."""
+        """Delete every entry, lock, refused text and emulator object. Returns the deleted entries. Other files stay."""
         removed = [item for item in self.ls() if self._remove(item)]
         self._reap(0.0)
         if self.directory:
-            for pattern in ("locks/*.lock", "failed/*.cu"):
-                for path in self.directory.glob(pattern):
-                    with contextlib.suppress(OSError):
-                        path.unlink()
+            rest = [path for pattern in ("locks/*.lock", "failed/*.cu") for path in self.directory.glob(pattern)]
+            # With an object goes its lock, and what a compiler that died left in its place.
+            for path in [*rest, *self._emulator_files(r"\.so|\.so\.lock|\.\d+")]:
+                with contextlib.suppress(OSError):
+                    path.unlink()
         return removed
+
+    def emulator_objects(self) -> dict[Path, int]:
+        """Bytes of each shared object that the emulator compiled."""
+        found = {}
+        for path in self._emulator_files(r"\.so"):
+            with contextlib.suppress(OSError):
+                found[path] = path.lstat().st_size
+        return found
+
+    def _emulator_files(self, ending: str) -> list[Path]:
+        if self.directory is None:
+            return []
+        return [file for folder in _children(self.directory, "emulator", os.DirEntry.is_dir)
+                for file in _children(folder, rf"[0-9a-f]{{64}}({ending})", os.DirEntry.is_file)]
 
     def _entry_folders(self) -> Iterator[Path]:
         if self.directory is None:
@@ -324,11 +340,15 @@ class Cache:
 
 
 def _folders(parent: Path, pattern: str) -> list[Path]:
-    """Real folders (no symbolic links) in `parent` whose names match `pattern` in full."""
+    return _children(parent, pattern, os.DirEntry.is_dir)
+
+
+def _children(parent: Path, pattern: str, is_kind: Callable[..., bool]) -> list[Path]:
+    """What is in `parent`, of a kind, no symbolic link, and with a name that matches `pattern` in full."""
     try:
         with os.scandir(parent) as rows:
             return [Path(row.path) for row in rows
-                    if re.fullmatch(pattern, row.name) and row.is_dir(follow_symlinks=False)]
+                    if re.fullmatch(pattern, row.name) and is_kind(row, follow_symlinks=False)]
     except OSError:
         return []
 

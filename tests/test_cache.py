@@ -25,6 +25,7 @@ from flashgen.codegen.source import Source
 from flashgen.errors import CompileError, UnsupportedError
 from flashgen.runtime import cache as module
 from flashgen.runtime.cache import Cache, cache_key
+from flashgen.runtime.emulator import toolchain
 from flashgen.runtime.entry import FILES, META, Entry
 
 HERE = Path(__file__).parent
@@ -512,6 +513,37 @@ def test_clear_deletes_entries_and_nothing_else(tmp_path: Path) -> None:
     assert not paths[1].exists() and all(path.exists() for path in kept) and all(link.is_symlink() for link in links)
     assert not list(directory.glob("failed/*")) and not list(directory.glob("locks/*"))
     assert cache.get(*tiny("tiny_1")) is None
+
+
+def test_the_emulators_objects_are_counted_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that its toolchain publishes, with their locks and leftovers; foreign files and links stay."""
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "c"))
+    monkeypatch.setattr(toolchain, "directory", toolchain.directory.__wrapped__)  # without its memory
+    cache = Cache()
+    assert cache.emulator_objects() == {}
+    made = {toolchain._cached(name * 64, lambda path: path.write_bytes(b"x" * 7)): 7 for name in "ab"}
+    assert cache.emulator_objects() == made and cache.ls() == []
+
+    folder, outside = tmp_path / "c" / "emulator", tmp_path / "outside.so"
+    kept = [outside, folder / "mine.so", folder / ("a" * 64), folder / ("c" * 64 + ".so")]
+    spare = [folder / ("a" * 64 + ending) for ending in (".1234", ".so.lock")]
+    for path in (*kept[:3], *spare):
+        path.write_bytes(b"kept")
+    kept[3].symlink_to(outside)
+    assert cache.emulator_objects() == made
+    assert cache.prune(max_bytes=0) == [] and cache.emulator_objects() == made
+    assert cache.clear() == [] and cache.emulator_objects() == {}
+    assert sorted(folder.iterdir()) == sorted(kept[1:]) and outside.read_bytes() == b"kept"
+
+
+def test_a_linked_emulator_folder_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    kept = tmp_path / "outside" / ("a" * 64 + ".so")
+    kept.touch()
+    cache = Cache(tmp_path / "c")
+    assert cache.directory is not None
+    (cache.directory / "emulator").symlink_to(tmp_path / "outside")
+    assert cache.emulator_objects() == {} and cache.clear() == [] and kept.exists()
 
 
 def test_tiny_source_is_what_the_key_sees() -> None:

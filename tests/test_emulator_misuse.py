@@ -19,6 +19,12 @@ LOAD = BARRIER + """
 if (t == 0) { mbarrier_arrive_expect_tx(barrier, 256); bulk_load(shared, p.x, 256, barrier); }
 """
 MAP = TensorMapSpec("x", "f32", (8, 8), (32,), (4, 8), 0)  # a box of 128 bytes
+WRITTEN_MAP = TensorMapSpec("out", "f32", (8, 8), (32,), (4, 8), 0)
+STORED = """
+shared[t] = t;
+fence_proxy_async_shared();
+sync_block();
+"""
 MAPPED = BARRIER + "if (t == 0) mbarrier_arrive_expect_tx(barrier, 128);\n"
 PRODUCT = """
 float d[32];
@@ -119,12 +125,22 @@ MISUSES: dict[str, tuple[str, str, dict]] = {
         "sync_block();\n"
         "shared[t] = 0;\n"
         "if (t == 0) bulk_wait<0>();", {}),
-    "tensor store wholly outside": (
+    "tensor store that starts before the tensor": (
         "argument",
-        "shared[t] = t;\n"
-        "fence_proxy_async_shared();\n"
-        "sync_block();\n"
-        "if (t == 0) { tma_store_2d(&p.map, shared, 0, 8); bulk_commit(); bulk_wait<0>(); }", {"maps": {"map": MAP}}),
+        STORED + "if (t == 0) { tma_store_2d(&p.map, shared, 0, -3); bulk_commit(); bulk_wait<0>(); }",
+        {"maps": {"map": WRITTEN_MAP}}),
+    "tensor sum that starts before the tensor": (
+        "argument",
+        STORED + "if (t == 0) { tma_reduce_add_2d(&p.map, shared, -4, 7); bulk_commit(); bulk_wait<0>(); }",
+        {"maps": {"map": WRITTEN_MAP}}),
+    "tensor store past the end": (
+        "argument",
+        STORED + "if (t == 0) { tma_store_2d(&p.map, shared, 0, 8); bulk_commit(); bulk_wait<0>(); }",
+        {"maps": {"map": WRITTEN_MAP}}),
+    "tensor sum past the end": (
+        "argument",
+        STORED + "if (t == 0) { tma_reduce_add_2d(&p.map, shared, 8, 0); bulk_commit(); bulk_wait<0>(); }",
+        {"maps": {"map": WRITTEN_MAP}}),
     "store not committed": (
         "unwaited",
         "shared[t] = t;\n"

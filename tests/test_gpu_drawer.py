@@ -116,13 +116,34 @@ def test_drawer(name: str, cuda: str) -> None:
     assert not faults, "\n".join(faults)
 
 
+def inputs_at(name: str, coords: tuple[int, ...]) -> Arrays:
+    """The case's inputs with every box at `coords`, so that no other coordinate can be what traps."""
+    inputs = CASES[name].inputs(np.random.default_rng(0))
+    inputs["coords"][:] = coords
+    return inputs
+
+
 @pytest.mark.time_limit(60)
-def test_a_tensor_store_wholly_outside_traps(cuda: str) -> None:
+@pytest.mark.parametrize("name, coords", [
+    ("tma_store_1d", (-12,)), ("tma_store_2d", (-16, 0)), ("tma_store_2d", (0, -3)), ("tma_store_2d", (0, -16)),
+    ("tma_store_5d", (0, 0, 0, 0, -1)), ("tma_reduce_add_1d", (-4,)), ("tma_reduce_add_3d", (0, 0, -1))])
+def test_a_tensor_store_or_sum_at_a_negative_coordinate_traps(name: str, coords: tuple[int, ...], cuda: str) -> None:
     """Why the emulator refuses one, while a load of such a box gives zeros."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("compute capability 9.0 only")
-    case = CASES["tma_store_1d"]
-    inputs = case.inputs(np.random.default_rng(0))
-    inputs["coords"][0] = case.maps["map"].dims[0]
     with pytest.raises(Exception, match="illegal instruction"):
-        _child(case.name, inputs)
+        _child(name, inputs_at(name, coords))
+
+
+@pytest.mark.time_limit(60)
+@pytest.mark.parametrize("name, coords", [
+    ("tma_store_1d", (100,)), ("tma_store_2d", (72, 0)), ("tma_store_2d", (0, 20)), ("tma_store_3d", (0, 9, 0)),
+    ("tma_reduce_add_1d", (100,)), ("tma_reduce_add_2d", (72, 0)), ("tma_reduce_add_3d", (0, 9, 0))])
+def test_a_tensor_store_or_sum_past_the_end_writes_nothing(name: str, coords: tuple[int, ...], cuda: str) -> None:
+    """The gap after each row and the next plane are in the buffer, so that a store past the row's end would be seen."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("compute capability 9.0 only")
+    inputs = inputs_at(name, coords)
+    assert any(c >= dim for c, dim in zip(coords, CASES[name].maps["map"].dims, strict=True))
+    faults = CASES[name].compare(inputs, _child(name, inputs))
+    assert not faults, "\n".join(faults)

@@ -65,6 +65,20 @@ Box tensor_box(const Fiber& fiber, const void* map, int rank, const int* coords)
   return box;
 }
 
+// Unlike a load. A negative start trapped on an H200; past the end nothing is known, and nothing could be stored.
+void refuse_start_outside(const Fiber& fiber, const EncodedMap& map, const int* coords, const char* what) {
+  for (uint32_t axis = 0; axis < map.rank; ++axis) {
+    if (coords[axis] < 0) {
+      fail(fiber, "argument", {}, "a tensor %s at %d in dimension %u: a negative coordinate traps on Hopper", what,
+           coords[axis], axis);
+    }
+    if (static_cast<uint64_t>(coords[axis]) >= map.dims[axis]) {
+      fail(fiber, "argument", {}, "a tensor %s wholly outside, past the end of dimension %u: not tried on Hopper",
+           what, axis);
+    }
+  }
+}
+
 // Faults of an engine name the place of the issue, not where the thread is by then.
 class At {
  public:
@@ -182,6 +196,9 @@ struct Store : Operation {
   void read() {
     data.resize(box.bytes());
     for (uint32_t byte = 0; byte < box.bytes(); byte += CHUNK) {
+      uint32_t first, last;
+      box.chunk(byte / box.row_bytes, byte % box.row_bytes, first, last);
+      if (last == first) continue;  // past the end of the tensor: it goes nowhere, and may be anything
       const unsigned char* const from = issuer.cta->smem + swizzled(offset + byte, box.map.swizzle_bytes);
       check(issuer, actor(issuer.bulk.reader), from, CHUNK, Access::READ);
       memcpy(&data[byte], from, CHUNK);
@@ -273,12 +290,7 @@ void tma_load(void* smem, const void* map, uint64_t* barrier, int rank, const in
 void tma_store(const void* map, const void* smem, int rank, const int* coords, bool adds) {
   Fiber& fiber = enter(__builtin_return_address(0));
   const Box box = tensor_box(fiber, map, rank, coords);
-  for (int axis = 0; axis < rank; ++axis) {
-    const int64_t end = static_cast<int64_t>(coords[axis]) + box.map.box[axis];
-    if (end <= 0 || coords[axis] >= static_cast<int64_t>(box.map.dims[axis])) {
-      fail(fiber, "argument", {}, "a tensor store wholly outside the tensor, which traps on Hopper (dimension %d)", axis);
-    }
-  }
+  refuse_start_outside(fiber, box.map, coords, adds ? "sum" : "store");
   store(fiber, box, smem, TENSOR_ALIGNMENT, adds);
 }
 
