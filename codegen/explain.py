@@ -1,7 +1,8 @@
 """What a variant will do before any GPU is touched: its plan, its memory, its work, and the roofline over both.
 
 Everything is counted from the plan and the kernel's own tile rule (mask.py). The rates are the datasheet's
-(target.py), so that the times here are floors, not forecasts.
+(target.py), so that the times here are floors, not forecasts. For kernels on wgmma, whose softmax can run under the
+products, two more units are counted: those that exponentiate and those that issue instructions.
 """
 from __future__ import annotations
 
@@ -16,10 +17,16 @@ from flashgen.codegen.lower import lower
 from flashgen.codegen.mask import TileCounts, tile_counts, visible_pairs
 from flashgen.codegen.plan import Plan, registers_per_thread_max
 from flashgen.codegen.spec import Spec, load_specs, spec_path
-from flashgen.codegen.target import TARGETS, Target
+from flashgen.codegen.target import TARGETS, Device, Target
+from flashgen.codegen.warpgroup import RegisterNeed, register_need
 from flashgen.errors import UnsupportedError
 
 LSE_BYTES = 4
+# Of one Hopper SM and clock. The device's clock follows from its bf16 rate and the first of these.
+TENSOR_FLOPS_PER_CLOCK = 4096     # wgmma on 16-bit operands
+EXP2_PER_CLOCK = 16
+INSTRUCTIONS_PER_CLOCK = 128      # per thread: four schedulers, each issuing for 32
+INSTRUCTIONS_PER_SCORE = 7        # scale, maximum, exp2, sum, half a pack: 4; the step around them: 3, counted in SASS
 # The variant shown for a file when the caller names none: what most people run.
 TYPICAL = {"arch": "sm_90", "dtype": "bf16", "head_dim_qk": 128, "causal": True, "window": False, "kv_layout": "dense"}
 
@@ -75,6 +82,7 @@ class Work:
     query_tiles: int       # over all heads and sequences
     waves: float           # query tiles over the blocks that are resident at once
     pairs: int             # visible, over all heads and sequences
+    scores: int            # likewise, of whole tiles
     flops: int
     flops_issued: int
 
@@ -95,15 +103,14 @@ class Traffic:
 class Roofline:
     """Milliseconds at datasheet rates, and what bounds the kernel if L2 serves the re-reads of k and v."""
 
-    tensor_ms: float
-    memory_once_ms: float
-    memory_kernel_ms: float
-    bound: str              # "tensor cores" or "device memory"
-    ms: float               # of that bound
-    intensity: float        # FLOPs issued per byte of Traffic.kernel
-    balance: float          # FLOPs per byte at which the device's two rates meet
-    l2_share: float         # part of the k and v bytes that L2 must serve for `ms` to be possible
-    tflops: float           # of `Work.flops` at `ms`
+    units: dict[str, float]  # of each unit that can bound; device memory: each tensor once
+    memory_kernel_ms: float  # of Traffic.kernel
+    bound: str               # the slowest of `units`
+    ms: float                # of that bound
+    intensity: float         # FLOPs issued per byte of Traffic.kernel
+    balance: float           # FLOPs per byte at which the device's two rates meet
+    l2_share: float          # part of the k and v bytes that L2 must serve for `ms` to be possible
+    tflops: float            # of `Work.flops` at `ms`
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,7 @@ class Explanation:
     shape: Shape
     registers_max: int       # per thread, from the launch bounds
     registers: int | None    # per thread of a build, None if there is none
+    need: RegisterNeed | None  # of a thread that multiplies, at least; None for kernels without wgmma
     work: Work
     traffic: Traffic
     roofline: Roofline
@@ -144,15 +152,22 @@ def explain(spec: Spec | str | os.PathLike[str], *, registers: int | None = None
     if not isinstance(spec, Spec):
         specs = load_specs(spec_path(spec)).specs
         spec, variants = typical(specs), len(specs)
-    plan, shape = lower(spec), Shape.of(**problem)
-    target = TARGETS[plan.target]
+    return explain_plan(lower(spec), spec, registers=registers, variants=variants, **problem)
+
+
+def explain_plan(plan: Plan, spec: Spec, *, registers: int | None = None, variants: int = 1, **problem: Any
+                 ) -> Explanation:
+    """`explain` for a plan that is there already, made from `spec`."""
+    shape, target = Shape.of(**problem), TARGETS[plan.target]
     if shape.window != (-1, -1) and not spec.window:
         raise UnsupportedError(f"window is {shape.window}, and {spec.variant} has none", where="problem",
                                allowed="a variant with `window: true`")
     work = _work(plan, spec, shape, target)
     traffic = _traffic(plan, spec, shape, work)
     registers_max = registers_per_thread_max(plan.launch.threads, plan.launch.min_blocks_per_sm, target)
-    return Explanation(plan, shape, registers_max, registers, work, traffic, _roofline(work, traffic, target), variants)
+    need = register_need(plan.constant("BLOCK_N"), plan.constant("MMA_COLS_V")) if plan.wgmma_shapes else None
+    return Explanation(plan, shape, registers_max, registers, need, work, traffic,
+                       _roofline(work, traffic, target.device, bool(plan.wgmma_shapes)), variants)
 
 
 def typical(specs: Sequence[Spec]) -> Spec:
@@ -166,12 +181,12 @@ def _work(plan: Plan, spec: Spec, shape: Shape, target: Target) -> Work:
     tiles = tile_counts(shape.seqlen_q, shape.seqlen_kv, block_m, block_n, window)
     heads = shape.batch * shape.num_heads_q
     pairs = heads * visible_pairs(shape.seqlen_q, shape.seqlen_kv, window)
+    scores = heads * tiles.visited * block_m * block_n
     columns_issued = plan.constant("MMA_COLS_QK") + plan.constant("MMA_COLS_V")
     query_tiles = heads * tiles.query_tiles
     return Work(tiles, tiles.query_tiles * -(-shape.seqlen_kv // block_n), query_tiles,
                 query_tiles / (target.device.num_sms * plan.launch.min_blocks_per_sm), pairs,
-                2 * pairs * (spec.head_dim_qk + spec.head_dim_v),
-                2 * heads * tiles.visited * block_m * block_n * columns_issued)
+                scores, 2 * pairs * (spec.head_dim_qk + spec.head_dim_v), 2 * scores * columns_issued)
 
 
 def _traffic(plan: Plan, spec: Spec, shape: Shape, work: Work) -> Traffic:
@@ -189,16 +204,18 @@ def _traffic(plan: Plan, spec: Spec, shape: Shape, work: Work) -> Traffic:
     return Traffic(once + scores, scores, q_and_out + lse + kv, kv, law, once + lse)
 
 
-def _roofline(work: Work, traffic: Traffic, target: Target) -> Roofline:
-    device = target.device
+def _roofline(work: Work, traffic: Traffic, device: Device, wgmma: bool) -> Roofline:
     flops_per_ms, bytes_per_ms = device.bf16_tflops * 1e9, device.memory_gbps * 1e6
-    tensor_ms, once_ms = work.flops_issued / flops_per_ms, traffic.once / bytes_per_ms
-    ms = max(tensor_ms, once_ms)
+    clocks_per_ms = flops_per_ms / TENSOR_FLOPS_PER_CLOCK  # of all SMs together
+    units = {"tensor cores": work.flops_issued / flops_per_ms}
+    if wgmma:
+        units["exponential unit"] = work.scores / EXP2_PER_CLOCK / clocks_per_ms
+        units["issue slots"] = work.scores * INSTRUCTIONS_PER_SCORE / INSTRUCTIONS_PER_CLOCK / clocks_per_ms
+    units["device memory"] = traffic.once / bytes_per_ms
+    bound, ms = max(units.items(), key=lambda unit: unit[1])
     from_l2 = max(0.0, traffic.kernel - ms * bytes_per_ms)
-    return Roofline(tensor_ms, once_ms, traffic.kernel / bytes_per_ms,
-                    "tensor cores" if tensor_ms >= once_ms else "device memory", ms,
-                    work.flops_issued / traffic.kernel, flops_per_ms / bytes_per_ms,
-                    from_l2 / traffic.kv if traffic.kv else 0.0, work.flops / (ms * 1e9))
+    return Roofline(units, traffic.kernel / bytes_per_ms, bound, ms, work.flops_issued / traffic.kernel,
+                    flops_per_ms / bytes_per_ms, from_l2 / traffic.kv if traffic.kv else 0.0, work.flops / (ms * 1e9))
 
 
 def parse_shape(text: str) -> dict[str, Any]:

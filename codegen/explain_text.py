@@ -1,10 +1,15 @@
 """An Explanation as one screen of text."""
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator
 
+from flashgen.codegen import explain as counts
+from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.explain import Explanation
+from flashgen.codegen.plan import Role
+from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES
 
 BAR_WIDTH = 24
@@ -14,7 +19,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def draw(e: Explanation) -> str:
-    return "\n".join(line.rstrip() for part in (_head, _plan, _smem, _work, _traffic, _roofline) for line in part(e))
+    return "\n".join(line.rstrip() for part in _PARTS for line in part(e))
 
 
 def si(value: float, unit: str) -> str:
@@ -37,11 +42,16 @@ def _row(label: str, value: str, about: str = "") -> str:
     return f"  {label:<24}{value:>11}  {about}"
 
 
+def _wrapped(label: str, about: str) -> Iterator[str]:
+    lines = textwrap.wrap(about, NOTE_WIDTH - len(label)) or [""]
+    yield from (f"{label if i == 0 else ' ' * len(label)}{line}" for i, line in enumerate(lines))
+
+
 def _head(e: Explanation) -> Iterator[str]:
     plan, shape, device = e.plan, e.shape, e.target.device
     yield f"{plan.kernel_name}" + (f"   (1 of {e.variants} variants; --variant and --arch choose another)"
                                    if e.variants > 1 else "")
-    mask = dict(plan.slots)["mask"]
+    mask = mask_choice(plan.spec_value("causal") is True, plan.spec_value("window") is True)
     yield (f"  q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {plan.constant('HEAD_DIM_QK')}, "
            f"k {shape.batch} x {shape.seqlen_kv} x {shape.num_heads_kv} x {plan.constant('HEAD_DIM_QK')}, "
            f"v ... x {plan.constant('HEAD_DIM_V')}, {plan.spec_value('dtype')}, "
@@ -55,33 +65,85 @@ def _plan(e: Explanation) -> Iterator[str]:
     for constant in plan.constants:
         yield f"  {constant.name:<19}{constant.value:>6}  {constant.reason}"
     words = [f"{slot} {choice}" for slot, choice in plan.slots] + [name for name, on in plan.flags if on]
-    yield f"  {'slots and flags':<27}{', '.join(words)}"
-    yield f"  {'warps':<27}{', '.join(f'{role.name} {role.warps}' for role in plan.roles)}"
+    yield from _wrapped(f"  {'slots and flags':<27}", ", ".join(words))
+    if not _moves_registers(e):
+        yield f"  {'warps':<27}{', '.join(f'{role.name} {role.warps}' for role in plan.roles)}"
     for note in plan.notes:
         yield from textwrap.wrap(note, NOTE_WIDTH, initial_indent="  ", subsequent_indent="    ")
     built = e.registers is not None
-    yield _row("registers per thread", f"{e.registers} of {e.registers_max}" if built else f"<= {e.registers_max}",
-               f"{'the cached build' if built else 'not built yet'}; {e.target.regs_per_sm} / ({plan.launch.threads} "
-               f"threads * {plan.launch.min_blocks_per_sm} blocks per SM), at most {e.target.regs_per_thread}")
+    if not _moves_registers(e):
+        yield _row("registers per thread", f"{e.registers} of {e.registers_max}" if built else f"<= {e.registers_max}",
+                   f"{'the cached build' if built else 'not built yet'}; {e.target.regs_per_sm} / "
+                   f"({plan.launch.threads} threads * {plan.launch.min_blocks_per_sm} blocks per SM), at most "
+                   f"{e.target.regs_per_thread}")
+
+
+def _moves_registers(e: Explanation) -> bool:
+    return any(role.registers is not None for role in e.plan.roles)
+
+
+def _roles(e: Explanation) -> Iterator[str]:
+    """Warps that hand registers to each other: who has how many, against what the block has."""
+    if not _moves_registers(e):
+        return
+
+    def total(role: Role) -> int:
+        return 32 * role.warps * (e.registers_max if role.registers is None else role.registers)
+
+    threads = e.plan.launch.threads
+    asked = sum(map(total, e.plan.roles))
+    build = "not built yet" if e.registers is None else f"{e.registers} in the cached build"
+    yield (f"roles: {asked} of {threads * e.registers_max} registers, which are {threads} threads * {e.registers_max} "
+           f"at launch ({build})")
+    for role in e.plan.roles:
+        registers = f"{e.registers_max} as launched" if role.registers is None else f"{role.registers}"
+        need = f"  at least {e.need}" if role.name == "mma" and e.need else ""
+        yield f"  {role.name:<10}{role.warps:>3} warps * 32 * {registers:<3} = {total(role):>6}{need}"
 
 
 def _smem(e: Explanation) -> Iterator[str]:
     plan, target = e.plan, e.target
     used, limit = plan.launch.smem_bytes, target.smem_per_block_bytes
     yield f"shared memory of a block: {used} of {limit} bytes"
+    width = max((len(region.name) for region in plan.smem), default=0) + 2
     for region in plan.smem:
-        yield (f"  {region.name:<6}{region.offset_bytes:>7} {region.size_bytes:>7}  "
-               f"{bar(region.offset_bytes, region.size_bytes, limit)}  {region.holds}")
+        yield from _wrapped(f"  {region.name:<{width}}{region.offset_bytes:>7} {region.size_bytes:>7}  "
+                            f"{bar(region.offset_bytes, region.size_bytes, limit)}  ", region.holds)
     blocks = plan.launch.min_blocks_per_sm
     yield (f"  of an SM: {blocks} * ({used} + {SMEM_RESERVED_PER_BLOCK_BYTES}) = "
            f"{blocks * (used + SMEM_RESERVED_PER_BLOCK_BYTES)} of {target.smem_per_sm_bytes} bytes")
 
 
+def _barriers(e: Explanation) -> Iterator[str]:
+    barriers = e.plan.barriers
+    if not barriers:
+        return
+    yield f"barriers: {sum(barrier.count for barrier in barriers)}, with the arrivals that complete one"
+    width = max(len(barrier.name) for barrier in barriers) + 2
+    for barrier in barriers:
+        yield from _wrapped(f"  {barrier.name:<{width}}{barrier.count:>3} * {barrier.arrivals:>3} arrivals  ",
+                            barrier.about)
+
+
+def _tensor_maps(e: Explanation) -> Iterator[str]:
+    maps = e.plan.tensor_maps
+    if not maps:
+        return
+    element_bytes = DTYPES[str(e.plan.spec_value("dtype"))].bytes
+    yield "tensor maps"
+    width = max(len(name) for m in maps for name in (m.name, m.tensor)) + 2
+    for m in maps:
+        yield (f"  {m.name:<{width}}{m.tensor:<{width}}{m.box_rows:>4} rows * {m.box_cols:>3} columns = "
+               f"{m.box_rows * m.box_cols * element_bytes:>6} bytes a copy, swizzle {m.swizzle_bytes}")
+
+
 def _work(e: Explanation) -> Iterator[str]:
     work, tiles = e.work, e.work.tiles
     yield "work"
+    waves = (f"{math.ceil(work.waves)} waves, the last {_percent(work.waves % 1 or 1)} full" if e.need
+             else f"{work.waves:.1f} per resident block")
     yield _row("query tiles", f"{work.query_tiles}", f"{tiles.query_tiles} per head * {e.shape.num_heads_q} heads * "
-               f"{e.shape.batch} sequences; {work.waves:.1f} per resident block")
+               f"{e.shape.batch} sequences; {waves}")
     yield _row("KV tiles per head", f"{tiles.visited}", f"of {work.tiles_full_mask}; {tiles.masked} of them masked")
     yield _row("FLOPs of visible pairs", si(work.flops, ""),
                f"2 * (head_dim_qk + head_dim_v) * {si(work.pairs, 'pairs')}")
@@ -101,14 +163,29 @@ def _traffic(e: Explanation) -> Iterator[str]:
         yield _row(label, si(value, "B"), f"{bar(0, value, max(t.standard, 1))}  {about}")
 
 
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"
+
+
 def _roofline(e: Explanation) -> Iterator[str]:
     r = e.roofline
     yield f"roofline on {e.target.device.name}"
-    longest = max(r.tensor_ms, r.memory_kernel_ms)
+    longest = max(*r.units.values(), r.memory_kernel_ms)
     yield _row("arithmetic intensity", f"{r.intensity:.0f}",
                f"FLOPs issued per byte asked for; both rates meet at {r.balance:.0f}")
-    yield _row("tensor cores", f"{r.tensor_ms:.3f} ms", f"{bar(0, r.tensor_ms, longest)}  FLOPs issued")
-    yield _row("device memory", f"{r.memory_once_ms:.3f} ms",
-               f"{bar(0, r.memory_once_ms, longest)}  each tensor once; {r.memory_kernel_ms:.3f} ms without L2")
-    need = f", if L2 serves {100 * r.l2_share:.0f} % of the k and v bytes" if r.l2_share > 0.005 else ""
-    yield f"  bound: {r.bound}, {r.ms:.3f} ms = {r.tflops:.0f} TFLOP/s of visible pairs{need}"
+    columns = e.plan.constant("MMA_COLS_QK") + e.plan.constant("MMA_COLS_V")
+    about = {"tensor cores": f"{2 * columns} FLOP per score, {counts.TENSOR_FLOPS_PER_CLOCK} per SM clock"
+             if e.need else "FLOPs issued",
+             "exponential unit": f"1 exp2 per score, {counts.EXP2_PER_CLOCK} per SM clock",
+             "issue slots": f"{counts.INSTRUCTIONS_PER_SCORE} instructions per score, "
+                            f"{counts.INSTRUCTIONS_PER_CLOCK} per SM clock",
+             "device memory": f"each tensor once; {r.memory_kernel_ms:.3f} ms without L2"}
+    for unit, ms in r.units.items():
+        share = f"{_percent(ms / r.ms):>5}: " if e.need else ""
+        yield _row(unit, f"{ms:.3f} ms", f"{bar(0, ms, longest)}  {share}{about[unit]}")
+    need = f", if L2 serves {_percent(r.l2_share)} of the k and v bytes" if r.l2_share > 0.005 else ""
+    whole = " = 100 %" if e.need else ""
+    yield f"  bound: {r.bound}{whole}, {r.ms:.3f} ms = {r.tflops:.0f} TFLOP/s of visible pairs{need}"
+
+
+_PARTS = (_head, _plan, _roles, _smem, _barriers, _tensor_maps, _work, _traffic, _roofline)

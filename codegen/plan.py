@@ -9,8 +9,10 @@ import dataclasses
 import json
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES, Target
+from flashgen.codegen.wgmma import WgmmaShape
 from flashgen.errors import PlanError
 
 
@@ -47,12 +49,19 @@ class CType:
     cuda: str
     code: str  # of the struct module
     bytes: int
+    align_bytes: int = 0  # 0: its size
+
+    @property
+    def align(self) -> int:
+        return self.align_bytes or self.bytes
 
 
 CTYPES: dict[str, CType] = {
     "element_ptr": CType("const Element*", "Q", 8),
     "element_out": CType("Element*", "Q", 8),
     "f32_out": CType("float*", "Q", 8),
+    "i32_out": CType("int32_t*", "Q", 8),
+    "tensor_map": CType("TensorMap", "128s", 128, 64),
     "i32_ptr": CType("const int32_t*", "Q", 8),
     "i64": CType("int64_t", "q", 8),
     "i32": CType("int32_t", "i", 4),
@@ -61,9 +70,34 @@ CTYPES: dict[str, CType] = {
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """How the copy engine sees a tensor: [columns, rows, heads, batch], of which a copy takes one panel of one head.
+
+    `name` is a parameter of type tensor_map, `tensor` the pointer parameter it describes. Varlen: batch is 1.
+    """
+
+    name: str
+    tensor: str
+    box_cols: int        # elements, contiguous: one panel
+    box_rows: int
+    swizzle_bytes: int   # of a row of the panel: 128, 64
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """mbarriers in shared memory, one per stage, all completed by the same number of arrivals."""
+
+    name: str
+    count: int
+    arrivals: int
+    about: str
+
+
+@dataclass(frozen=True)
 class Role:
     name: str
     warps: int
+    registers: int | None = None  # per thread after setmaxnreg; None: as launched
 
 
 @dataclass(frozen=True)
@@ -90,6 +124,9 @@ class Plan:
     smem: tuple[Region, ...]
     roles: tuple[Role, ...]
     launch: Launch
+    tensor_maps: tuple[TensorMap, ...] = ()
+    barriers: tuple[Barrier, ...] = ()       # in shared-memory region BARRIERS, in this order
+    wgmma_shapes: tuple[WgmmaShape, ...] = ()
     register_usage_level: int | None = None  # ptxas --register-usage-level, None: its default
     notes: tuple[str, ...] = ()              # why this tile, who measured it
     allowed_spill_bytes: int = 0
@@ -128,7 +165,8 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         raw = json.loads(text)
-        kinds = {"constants": Constant, "params": Param, "smem": Region, "roles": Role}
+        kinds: dict[str, Any] = {"constants": Constant, "params": Param, "smem": Region, "roles": Role,
+                                 "tensor_maps": TensorMap, "barriers": Barrier, "wgmma_shapes": WgmmaShape}
         for key, kind in kinds.items():
             raw[key] = tuple(kind(**row) for row in raw[key])
         for key in ("spec", "slots", "flags"):
@@ -149,12 +187,12 @@ def params_layout(params: tuple[Param, ...]) -> tuple[str, dict[str, int]]:
     code, offset, offsets, align = "<", 0, {}, 1
     for param in params:
         ctype = CTYPES[param.ctype]
-        pad = -offset % ctype.bytes
+        pad = -offset % ctype.align
         code += "x" * pad + ctype.code
         offset += pad
         offsets[param.name] = offset
         offset += ctype.bytes
-        align = max(align, ctype.bytes)
+        align = max(align, ctype.align)
     return code + "x" * (-offset % align), offsets
 
 
@@ -178,6 +216,11 @@ def verify(plan: Plan, target: Target) -> None:
         refuse(f"roles ask for {warps} warps = {32 * warps} threads, the launch has {launch.threads}", "equal")
     if launch.threads > target.max_threads_per_block:
         refuse(f"{launch.threads} threads per block", f"at most {target.max_threads_per_block} on {target.name}")
+    pool = registers_per_thread_max(launch.threads, launch.min_blocks_per_sm, target) * launch.threads
+    asked = sum(32 * role.warps * (role.registers or 0) for role in plan.roles)
+    if asked > pool:
+        terms = " + ".join(f"{32 * r.warps} * {r.registers} ({r.name})" for r in plan.roles)
+        refuse(f"roles ask for {terms} = {asked} registers", f"the {pool} that a block of {launch.threads} threads has")
     end = 0
     for region in plan.smem:
         if region.offset_bytes < end or region.offset_bytes % 16:

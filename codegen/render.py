@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,8 @@ import jinja2.sandbox
 from flashgen.codegen.plan import CTYPES, Plan
 from flashgen.codegen.slots import MASKS
 from flashgen.codegen.source import Source
+from flashgen.codegen.wgmma import HEADER as WGMMA_HEADER
+from flashgen.codegen.wgmma import render_wgmma
 from flashgen.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -32,7 +36,8 @@ def render(plan: Plan) -> Source:
     """The CUDA text of a plan with the headers it reaches. Same plan, same bytes. Raises TemplateError."""
     try:
         template = environment().get_template(plan.template)
-        text = template.render(plan=_view(plan), flags=dict(plan.flags), kv_loops=MASKS[dict(plan.slots)["mask"]].loops,
+        text = template.render(plan=_view(plan), flags=dict(plan.flags),
+                               kv_loops=MASKS[dict(plan.slots)["mask"]].loops[plan.family],
                                slot_files=[f"slots/{slot}/{choice}.cuh.j2" for slot, choice in plan.slots])
     except jinja2.TemplateError as error:
         where = f"{getattr(error, 'filename', None) or plan.template}:{getattr(error, 'lineno', 0) or 0}"
@@ -40,7 +45,8 @@ def render(plan: Plan) -> Source:
                             next="pytest tests/test_templates.py checks all template rules") from error
     text = re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
     return Source(text=text, entry=plan.variant, file_name=f"{plan.kernel_name}.cu",
-                  headers=reached_headers(text), arch=plan.target, options=plan.compiler_options)
+                  headers=reached_headers(text, _rendered_headers(plan)), arch=plan.target,
+                  options=plan.compiler_options)
 
 
 def plan_and_source(spec: Spec) -> tuple[Plan, Source]:
@@ -57,17 +63,26 @@ def _view(plan: Plan) -> dict[str, object]:
     view["kernel_name"] = plan.kernel_name
     view["params_bytes"] = plan.params_bytes()
     view["params"] = [{"cuda_type": CTYPES[p.ctype].cuda, "name": p.name, "about": p.about} for p in plan.params]
+    first = itertools.accumulate((b.count for b in plan.barriers), initial=0)
+    view["barriers"] = [{**vars(b), "first": place} for b, place in zip(plan.barriers, first, strict=False)]
+    view["roles"] = [{"name": r.name, "about": f"{r.warps} warps" + (
+        f", {r.registers} registers per thread" if r.registers else "")} for r in plan.roles]
     return view
 
 
-def reached_headers(text: str) -> tuple[tuple[str, str], ...]:
-    """(include name, text) of every header that `text` reaches, sorted by name."""
+def _rendered_headers(plan: Plan) -> dict[str, str]:
+    return {WGMMA_HEADER: render_wgmma(plan.wgmma_shapes)} if plan.wgmma_shapes else {}
+
+
+def reached_headers(text: str, rendered: Mapping[str, str] | None = None) -> tuple[tuple[str, str], ...]:
+    """(include name, text) of every header that `text` reaches, sorted by name. `rendered`: those without a file."""
+    rendered = rendered or {}
     reached: dict[str, str] = {}
     waiting = _INCLUDE.findall(text)
     while waiting:
         name = waiting.pop()
         if name not in reached:
-            reached[name] = header_text(name)
+            reached[name] = rendered.get(name) or header_text(name)
             waiting += _INCLUDE.findall(reached[name])
     return tuple(sorted(reached.items()))
 

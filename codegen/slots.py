@@ -1,10 +1,13 @@
 """Slots: the places in a skeleton that a file choice fills. templates/slots/<slot>/<choice>.cuh.j2 for every row here.
 
 A slot's contract is the set of device functions its files define:
-  layout  struct Work, Work locate_work(p), and the first rows of its tensors: q_rows, k_rows, v_rows, out_rows,
+  layout  struct Work, Work locate_work(p, tile), and the first rows of its tensors: q_rows, k_rows, v_rows, out_rows,
           lse_offset, each of (p, work)
-  mask    KeyRange visible_keys(p, q_pos, seqlen_q, seqlen_kv), an interval that never moves left as q_pos grows
+  mask    KeyRange visible_keys(p, q_pos, seqlen_q, seqlen_kv), an interval that never moves left as q_pos grows;
+          bool sees(keys, kv_pos), of that interval and a position, both counted from the same place
   score   void modify_scores(s, p, head_q, q_pos, kv_pos)
+  order   (persistent grids) int next_unit(p, unit), known to lane 0, and int ordered_tile(p, tile): which comes when
+  coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
 
@@ -15,32 +18,44 @@ from flashgen.codegen.plan import Param
 
 @dataclass(frozen=True)
 class KvLoop:
-    """One of the loops over KV tiles, which run from the last tile to the first."""
+    """One of the loops over KV tiles. fa2 goes from the last tile to the first, fa3 from the first to the last."""
 
     about: str
-    until: str    # member of KvTiles: the lowest tile of this loop
+    until: str    # member of KvTiles: where this loop ends
     masked: bool
+    softmax: str = ""      # fa3: the function of softmax_stale.cuh
+    settles: bool = False  # fa3: by now every row has met its first key, if it ever does
 
 
-_TAIL = KvLoop("the tile that the end of the keys cuts: masked", "full_end", True)
-_RIGHT = KvLoop("tiles that the mask cuts on the right: masked", "full_end", True)
-_WHOLE = KvLoop("tiles that every row sees whole", "full_begin", False)
+_RIGHT_ABOUT = "tiles that the mask cuts on the right: masked"
+_TAIL_ABOUT = "the tile that the end of the keys cuts: masked"
+_WHOLE_ABOUT = "tiles that every row sees whole"
+_TAIL = KvLoop(_TAIL_ABOUT, "full_end", True)
+_RIGHT = KvLoop(_RIGHT_ABOUT, "full_end", True)
+_WHOLE = KvLoop(_WHOLE_ABOUT, "full_begin", False)
 _LEFT = KvLoop("tiles that the window cuts on the left: masked", "begin", True)
+
+_STALE = "exponentiate_stale"
+_UP_LEFT = KvLoop("tiles in which a row may meet its first key: masked", "min_int(tiles.met, tiles.end)", True,
+                  "exponentiate_exact")
+_UP_WHOLE = KvLoop(_WHOLE_ABOUT, "min_int(tiles.full_end, tiles.end)", False, _STALE, settles=True)
+_UP_RIGHT = KvLoop(_RIGHT_ABOUT, "tiles.end", True, _STALE)
+_UP_TAIL = KvLoop(_TAIL_ABOUT, "tiles.end", True, _STALE)
 
 
 @dataclass(frozen=True)
 class MaskChoice:
-    loops: tuple[KvLoop, ...]
+    loops: dict[str, tuple[KvLoop, ...]]  # by family
     params: tuple[Param, ...]
 
 
 _ALIGN = Param("align_bottom_right", "i32", "1: the last query is aligned with the last key; 0: first with first")
 
 MASKS: dict[str, MaskChoice] = {
-    "full": MaskChoice((_TAIL, _WHOLE), ()),
-    "causal": MaskChoice((_RIGHT, _WHOLE), (_ALIGN,)),
+    "full": MaskChoice({"fa2": (_TAIL, _WHOLE), "fa3": (_UP_WHOLE, _UP_TAIL)}, ()),
+    "causal": MaskChoice({"fa2": (_RIGHT, _WHOLE), "fa3": (_UP_WHOLE, _UP_RIGHT)}, (_ALIGN,)),
     "window": MaskChoice(
-        (_RIGHT, _WHOLE, _LEFT),
+        {"fa2": (_RIGHT, _WHOLE, _LEFT), "fa3": (_UP_LEFT, _UP_WHOLE, _UP_RIGHT)},
         (
             _ALIGN,
             Param("window_left", "i32", "keys visible before the diagonal, at most max(seqlen_q, seqlen_kv)"),
@@ -59,7 +74,15 @@ LAYOUTS: dict[str, tuple[Param, ...]] = {
 
 SCORES: dict[str, tuple[Param, ...]] = {"none": ()}
 
-SLOTS: dict[str, tuple[str, ...]] = {"layout": tuple(LAYOUTS), "score": tuple(SCORES), "mask": tuple(MASKS)}
+ORDERS: dict[str, tuple[Param, ...]] = {
+    "in_order": (),
+    "longest_first": (Param("heads_per_section", "i32", "query heads whose keys and values L2 holds together"),
+                      Param("heads_at_the_end", "i32", "in the last section; the others are a multiple of a section")),
+    "tickets": (),
+}
+
+SLOTS: dict[str, tuple[str, ...]] = {"layout": tuple(LAYOUTS), "score": tuple(SCORES), "mask": tuple(MASKS),
+                                     "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS)}
 
 
 def mask_choice(causal: bool, window: bool) -> str:

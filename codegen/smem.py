@@ -4,6 +4,7 @@ from __future__ import annotations
 from flashgen.codegen.plan import Region
 
 ELEMENT_BYTES = 2
+SMALL_ALIGN_BYTES = 16
 REGION_ALIGN_BYTES = 1024  # eight 128-byte rows: one period of the swizzle
 
 
@@ -21,10 +22,11 @@ def tile_bytes(rows: int, head_dim: int) -> int:
 
 
 def layout_regions(pieces: tuple[tuple[str, int, str], ...]) -> tuple[Region, ...]:
-    """Places (name, bytes, what it holds) one after the other."""
+    """Places (name, bytes, what it holds) one after the other. What is smaller than a period of the swizzle is no tile.
+    """
     regions, offset = [], 0
     for name, size, holds in pieces:
-        offset = round_up(offset, REGION_ALIGN_BYTES)
+        offset = round_up(offset, REGION_ALIGN_BYTES if size >= REGION_ALIGN_BYTES else SMALL_ALIGN_BYTES)
         regions.append(Region(name, offset, size, holds))
         offset += size
     return tuple(regions)

@@ -148,9 +148,10 @@ def _finish(kept: list[dict[str, _Choice]], overrides: list[_Override]) -> tuple
         choices = variant | change
         try:
             spec = Spec(**{name: choice.value for name, choice in choices.items()})
-        except SpecError as error:  # a rule between fields: `where` names the one to point at
-            node = choices[error.where.removeprefix("Spec.")].node
-            raise SpecError(error.what, where=node.where, allowed=error.allowed, nearest=error.nearest,
+        except SpecError as error:  # a rule between fields: `where` names the one to point at, or a part of it
+            field, *part = error.where.split(".")[1:]
+            where, _ = _locate(choices[field].node, tuple(part), False)
+            raise SpecError(error.what, where=where, allowed=error.allowed, nearest=error.nearest,
                             next=error.next) from None
         key = (spec.variant, spec.arch)
         if key in seen:

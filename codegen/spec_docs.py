@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashgen.codegen.spec_fields import Row, allowed, rows, show
+from flashgen.codegen.spec_rules import RULES
 
 
 def json_schema() -> dict[str, Any]:
@@ -41,7 +42,8 @@ def _value(row: Row) -> dict[str, Any]:
     if row.nullable:
         schema = {"anyOf": [schema, {"type": "null"}]}
     default = {} if row.required else {"default": row.default}
-    return {"description": row.about + (f" [{row.unit}]" if row.unit else ""), **default, **schema}
+    about = row.about + (f" [{row.unit}]" if row.unit else "") + (f" (only {row.family})" if row.family else "")
+    return {"description": about, **default, **schema}
 
 
 def _value_or_list(row: Row) -> dict[str, Any]:
@@ -53,15 +55,17 @@ def _value_or_list(row: Row) -> dict[str, Any]:
 
 
 def fields_markdown() -> str:
-    """specs/README.md: every field with its unit, allowed values and default."""
-    lines = [_HEAD, "| field | meaning | unit | allowed | default |", "|---|---|---|---|---|"]
+    """specs/README.md: every field with its unit, allowed values, default and family, and the rules between fields."""
+    lines = [_HEAD, "| field | meaning | unit | allowed | default | family |", "|---|---|---|---|---|---|"]
     for top in rows():
         for row in (top, *top.parts):
             default = "required" if row.required else "" if row.default is None else show(row.default)
-            cells = (f"`{row.name}`", row.about, row.unit, "see below" if row.parts else allowed(row), default)
+            cells = (f"`{row.name}`", row.about, row.unit, "see below" if row.parts else allowed(row), default,
+                     row.family)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    rules = "\n".join(f"- {rule.about}" for rule in RULES)
     override = ", ".join(f"`{row.name}`" for row in rows() if row.override)
-    return "\n".join(lines) + "\n" + _TAIL.format(override=override)
+    return "\n".join(lines) + "\n" + _TAIL.format(override=override, rules=rules)
 
 
 _HEAD = """\
@@ -71,6 +75,11 @@ One YAML file per kernel family. A field takes one value or a list; lists multip
 the table fastest. This page is made from the table that checks the files (`python -m flashgen.codegen.spec_docs`).
 """
 _TAIL = """
+## Rules between fields
+
+- A field with a family in the last column is refused in specs of the others.
+{rules}
+
 ## Lists, exclude and overrides
 
 ```yaml

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
+from flashgen.codegen import spec_rules
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.target import TARGETS
 from flashgen.codegen.yaml_tree import Trap
@@ -22,15 +23,20 @@ from flashgen.errors import SpecError
 if TYPE_CHECKING:  # a checker cannot read a Literal made from a table
     Arch = str
     DTypeName = str
+    FamilyName = str
 else:
     Arch = Literal[tuple(TARGETS)]
     DTypeName = Literal[tuple(DTYPES)]
+    FamilyName = Literal[tuple(spec_rules.FAMILIES)]
 
 NAME_PATTERN = r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$"  # no double underscore: C++ reserves those
 
 
-def _row(about: str, unit: str = "", *, override: bool = False, **limits: Any) -> Any:
-    return Field(description=about, json_schema_extra={"unit": unit, "override": override}, **limits)
+def _row(about: str, unit: str = "", *, override: bool = False, family: str = "", others: str = "",
+         **limits: Any) -> Any:
+    """`family`: the only one that has the field; `others` is why the others have it not."""
+    extra: dict[str, Any] = {"unit": unit, "override": override, "family": family, "others": others}
+    return Field(description=about, json_schema_extra=extra, **limits)
 
 
 class _Frozen(BaseModel):
@@ -50,7 +56,7 @@ class Spec(_Frozen):
     """One variant for one target. Every way to make one raises SpecError, and nothing else, on a bad value."""
 
     name: Annotated[str, _row("first part of the kernels' names", pattern=NAME_PATTERN, max_length=64)]
-    family: Annotated[Literal["fa2"], _row("algorithm, a module of codegen/lower")]
+    family: Annotated[FamilyName, _row("algorithm, a module of codegen/lower")]
     pass_: Annotated[Literal["fwd"], _row("direction", alias="pass")]
     arch: Annotated[Arch, _row("compilation target, as NVRTC spells it")]
     dtype: Annotated[DTypeName, _row("element type of q, k, v and out")]
@@ -72,9 +78,20 @@ class Spec(_Frozen):
     roles: Annotated[Roles | None, _row("warps per role; nothing means that the plan decides", override=True)] = None
     blocks_per_sm: Annotated[int | None, _row(
         "blocks the register budget leaves room for; nothing means that the plan decides", "blocks per SM",
-        override=True, ge=1, le=8)] = None
+        override=True, family="fa2", others="its blocks are persistent and take an SM each", ge=1, le=8)] = None
     q_operand: Annotated[Literal["shared", "registers"] | None, _row(
-        "where q waits between key tiles; nothing means that the plan decides", override=True)] = None
+        "where q waits between key tiles; nothing means that the plan decides", override=True, family="fa2",
+        others="its score product reads q from shared memory")] = None
+    q_stages: Annotated[int | None, _row(
+        "query tiles in flight per warpgroup; nothing means that the plan decides", "tiles", override=True,
+        family="fa3", others="its blocks have one query tile each", ge=1, le=2)] = None
+    schedule: Annotated[Literal["overlap", "pingpong"] | None, _row(
+        "what runs under a softmax. overlap: the value product of the key tile before; pingpong: also the products of "
+        "the other warpgroups, which take turns; nothing means that the plan decides",
+        override=True, family="fa3", others="its products are synchronous")] = None
+    split: Annotated[bool, _row(
+        "cut the last, incomplete wave of query tiles along the keys, so that no SM idles, and merge the parts",
+        family="fa3", others="its grid is one block per query tile")] = False
 
     @model_validator(mode="wrap")
     @classmethod
@@ -88,20 +105,31 @@ class Spec(_Frozen):
             found = problems_of(error, lambda loc, key: (".".join(("Spec", *loc)), ""))
             # a head_dim_v that only follows would repeat what is wrong with head_dim_qk
             raise together([p for p in found if not (follows and p.where == "Spec.head_dim_v")]) from None
-        if spec.causal and spec.window:
-            raise SpecError(
-                "window is true together with causal", where="Spec.window",
-                allowed="one of the two; a window kernel serves causal calls with right = 0",
-                nearest="causal: false, window: true",
-                next="when both are lists, add `- {causal: true, window: true}` to exclude")
+        if wrong := spec._of_another_family() or spec_rules.broken(spec):
+            raise wrong
         return spec
+
+    def _of_another_family(self) -> SpecError | None:
+        for row in rows():
+            value, unset = getattr(self, row.attribute), show(row.default)
+            if row.family not in ("", self.family) and value != row.default:
+                return SpecError(
+                    f"{row.name} is {show(value)} with family {self.family}, which has no such field: {row.others}",
+                    where=f"Spec.{row.name}", allowed=f"{unset}; {row.name} is a field of {row.family}", nearest=unset,
+                    next=f"where family is a list, set it in overrides: `when: {{family: {row.family}}}`"
+                    if row.override else "when both are lists, add "
+                    f"`- {{family: {self.family}, {row.name}: {show(value)}}}` to exclude")
+        return None
 
     @property
     def variant(self) -> str:
         """The kernel's name without its target: a C identifier, and different for every difference but arch."""
         dims = f"d{self.head_dim_qk}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else "")
+        first = self.name.partition("_")[0]
+        implied = first if first in spec_rules.FAMILIES else spec_rules.DEFAULT_FAMILY
         parts: list[tuple[object, str]] = [
             (True, f"{self.name}_{self.dtype}_{dims}"),
+            (self.family != implied, self.family),
             (self.causal, "causal"),
             (self.window, "window"),
             (self.kv_layout != "dense", self.kv_layout),
@@ -112,6 +140,9 @@ class Spec(_Frozen):
             (self.roles, f"w{self.roles.mma}" if self.roles else ""),
             (self.blocks_per_sm, f"b{self.blocks_per_sm}"),
             (self.q_operand, {"shared": "qsmem", "registers": "qreg"}.get(self.q_operand or "", "")),
+            (self.q_stages, f"q{self.q_stages}"),
+            (self.schedule, f"{self.schedule}"),
+            (self.split, "split"),
         ]
         return "_".join(text for present, text in parts if present)
 
@@ -141,6 +172,8 @@ class Row:
     required: bool
     default: object
     override: bool
+    family: str = ""  # the only family that has it
+    others: str = ""  # why the others have it not
     parts: tuple[Row, ...] = ()
 
     @property
@@ -164,7 +197,8 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[Row]:
         limits = {"type": "object"} if inner else {
             key: value[key] for key in _LIMITS if key in value}
         yield Row(prefix + name, attribute, prop["description"], prop["unit"], limits, info.is_required(),
-                  info.default, prop["override"], tuple(_rows(inner, f"{name}.")) if inner else ())
+                  info.default, prop["override"], prop["family"], prop["others"],
+                  tuple(_rows(inner, f"{name}.")) if inner else ())
 
 
 _LIMITS = ("type", "enum", "const", "minimum", "maximum", "multipleOf", "pattern", "maxLength")

@@ -1,5 +1,6 @@
 """The tile table: which tile a head size gets on which target, and who measured it. The only copy of these numbers.
 
+fa2: `m` query rows over `warps` warps of 16 rows or more. fa3: 64 query rows per four warps.
 A row serves head sizes up to its own (a smaller head uses the next larger row); rows of one family are tried in order
 and the first that covers the head and lists the target wins.
 """
@@ -24,6 +25,9 @@ class TileRow:
     q_operand: str                    # where the A operand of the score product is: "shared" or "registers"
     register_usage_level: int | None  # ptxas option, 0 to 10; None is its default, 5
     source: str
+    q_stages: int = 1                 # fa3: query tiles in flight per warpgroup
+    schedule: str = "overlap"         # fa3: or "pingpong", in which warpgroups take turns to issue products
+    splits: frozenset[bool] = frozenset({False, True})  # fa3: for kernels that split keys (True), or do not
 
 
 ANY = frozenset({"full", "causal", "window"})
@@ -84,11 +88,37 @@ TILES: tuple[TileRow, ...] = (
     ),
 )
 
+_TIMED = "fastest of the candidates timed on an H200, 2026-11-29 (docs/fa3.md)"
+_BESIDE = "the tile of a neighbouring head size, as shared memory and registers allow; not timed"
+CUT = frozenset({"causal", "window"})
 
-def find_tile(family: str, target: str, mask: str, head_dim_qk: int, head_dim_v: int) -> TileRow | None:
-    """The first row that lists the target and mask and covers the head; None where no row does."""
+EITHER = frozenset({False, True})
+SPLIT = frozenset({True})  # of the full mask: long sequences, where wider key tiles read the queries less often
+
+# fa3: without blocks and q_operand; with q_stages, schedule and splits.
+#    masks dqk  dv   m    n  warps stages q_stages schedule splits
+TILES += tuple(
+    TileRow("fa3", frozenset({"sm_90a"}), masks, dqk, dv, m, n, warps, stages, 1, "shared", None, source, q_stages,
+            schedule, splits)
+    for masks, dqk, dv, m, n, warps, stages, q_stages, schedule, splits, source in (
+        (ANY, 32, 32, 256, 64, 16, 4, 2, "pingpong", EITHER, _BESIDE),
+        (ANY, 64, 64, 256, 64, 16, 4, 2, "pingpong", EITHER, _TIMED),
+        (ANY, 96, 96, 192, 80, 12, 4, 2, "pingpong", EITHER, _BESIDE),
+        (FULL, 128, 128, 192, 80, 12, 3, 2, "pingpong", SPLIT, _TIMED),
+        (FULL, 128, 128, 192, 64, 12, 4, 2, "pingpong", EITHER, _TIMED),
+        (CUT, 128, 128, 192, 64, 12, 4, 2, "overlap", EITHER, _TIMED),
+        (ANY, 192, 128, 128, 112, 8, 2, 1, "pingpong", EITHER, _BESIDE),
+        (ANY, 192, 192, 128, 96, 8, 2, 1, "pingpong", EITHER, _BESIDE),
+        (ANY, 256, 256, 128, 64, 8, 2, 1, "pingpong", EITHER, _TIMED),
+    )
+)
+
+
+def find_tile(family: str, target: str, mask: str, head_dim_qk: int, head_dim_v: int, split: bool = False
+              ) -> TileRow | None:
+    """The first row that lists the target, mask and kind of split and covers the head; None where no row does."""
     for row in TILES:
-        if (row.family == family and target in row.targets and mask in row.masks
+        if (row.family == family and target in row.targets and mask in row.masks and split in row.splits
                 and head_dim_qk <= row.head_dim_qk and head_dim_v <= row.head_dim_v):
             return row
     return None

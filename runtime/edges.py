@@ -4,8 +4,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import cycle
 
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec import Spec
 from flashgen.runtime.problem import Problem
+from flashgen.runtime.values import SPLIT_OVERHEAD_TILES
 
 INT32_MAX = 2**31 - 1
 Mask = tuple[bool | str, tuple[int, int]]  # (causal, window)
@@ -19,12 +21,18 @@ WINDOWS: tuple[Mask, ...] = (
 )
 HEADS = ((6, 2), (1, 1), (5, 1), (4, 4))  # (num_heads_q, num_heads_kv): ratios 3, 1, 5, 1
 BATCHES = (1, 3)
+MANY_TILES = (3, (45, 9))  # (batch, heads): with three query tiles each, more than two per SM, and on 132 SMs nine over
 SCALES = (None, 0.3, None, 1.0, 0.01)     # cycles of 4, 2 and 5: every combination turns up
 
 
 def masks(spec: Spec) -> tuple[Mask, ...]:
     """The (causal, window) arguments that this variant serves."""
     return WINDOWS if spec.window else CAUSAL if spec.causal else (FULL,)
+
+
+def tile_shape(plan: Plan) -> tuple[int, int, int]:
+    """(query rows of a tile, keys of a tile, stages of the ring), by the names that all families give them."""
+    return plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), plan.constant("NUM_STAGES")
 
 
 def edge_lengths(tile: int) -> tuple[int, ...]:
@@ -40,13 +48,16 @@ def length_pairs(tile_m: int, tile_n: int, num_stages: int) -> tuple[tuple[int, 
 
 
 def edge_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, seed: int) -> Iterator[Problem]:
-    """Dense: each mask with each pair of lengths. Varlen: each mask with all pairs as the sequences of one call."""
+    """Dense: each mask with each pair of lengths. Varlen: each mask with all pairs as the sequences of one call.
+
+    Then each mask with so many tiles that blocks that stay for more than one get several.
+    """
     heads, batches, scales = cycle(HEADS), cycle(BATCHES), cycle(SCALES)
     pairs = length_pairs(tile_m, tile_n, num_stages)
 
     def problem(batch: int, seqlen_q: int | tuple[int, ...], seqlen_kv: int | tuple[int, ...], mask: Mask,
-                tail: int = 0) -> Problem:
-        num_heads_q, num_heads_kv = next(heads)
+                tail: int = 0, heads_of: tuple[int, int] | None = None) -> Problem:
+        num_heads_q, num_heads_kv = heads_of or next(heads)
         return Problem(batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, spec.head_dim_qk, spec.head_dim_v,
                        causal=mask[0], window=mask[1], dtype=spec.dtype, softmax_scale=next(scales), tail=tail,
                        seed=seed)
@@ -60,6 +71,12 @@ def edge_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, seed: i
             yield problem(0, (), (), mask)
             for order, tail in ((pairs, 0), (pairs[::-1], 7), (pairs[-1:], 0)):
                 yield problem(len(order), tuple(p[0] for p in order), tuple(p[1] for p in order), mask, tail)
+        batch, many_heads = MANY_TILES
+        lengths = (2 * tile_m + 1, 2 * tile_n + 1)
+        if spec.kv_layout == "dense":
+            yield problem(batch, *lengths, mask, heads_of=many_heads)
+        else:
+            yield problem(batch, (lengths[0],) * batch, (lengths[1],) * batch, mask, heads_of=many_heads)
 
 
 def company_problem(spec: Spec, tile_m: int, mask: Mask, seed: int) -> Problem:
@@ -77,15 +94,23 @@ def emulated_masks(spec: Spec) -> tuple[Mask, ...]:
         (False, (0, 0)), (False, (17, 64)), (False, (-1, 3)), (True, (33, -1)), ("top_left", (7, 2)))
 
 
-def emulated_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, seed: int) -> Iterator[Problem]:
+def emulated_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, seed: int,
+                      persistent: bool = False) -> Iterator[Problem]:
     """As few blocks as reach every branch: three trips round the ring, tiles that are first, last, whole, masked,
-    ragged and empty, blocks without a key, and sequences without a query."""
+    ragged and empty, blocks without a key, and sequences without a query.
+
+    With `persistent`, for kernels whose blocks stay for several tiles, also five tiles: one more than the emulator has
+    SMs, and where the kernel cuts such a last round along its keys, enough of them to make it worth it.
+    """
     pairs = ((tile_m // 2 + 3, 3 * num_stages * tile_n + 1), (2 * tile_m, tile_n - 1), (0, 5), (1, 0))
     scales = cycle((1.0, None, 0.3))  # the first makes scores far enough apart to raise the maximum
     for mask in emulated_masks(spec):
         calls: list[tuple[int, Lengths, Lengths, tuple[int, int], int]]
         if spec.kv_layout == "dense":
             calls = [(1, *pairs[0], (1, 1), 0), (2, *pairs[1], (2, 1), 0), (1, *pairs[3], (1, 1), 0)]
+            if persistent:
+                key_tiles = 4 * SPLIT_OVERHEAD_TILES // 3 + 1 if spec.split else 2
+                calls.append((1, tile_m - 3, key_tiles * tile_n + 1, (5, 1), 0))
         else:
             calls = [(len(pairs), tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), (2, 1), 3)]
         for batch, seqlen_q, seqlen_kv, (num_heads_q, num_heads_kv), tail in calls:

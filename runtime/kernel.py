@@ -1,19 +1,18 @@
-"""A loaded kernel, and how a call's numbers become its launch. No Jinja, no YAML, no torch."""
+"""A loaded kernel and its launches. No Jinja, no YAML, no torch."""
 from __future__ import annotations
 
 import ctypes
-import math
+import functools
 import struct
 from collections.abc import Mapping
 from typing import Any
 
-from flashgen.codegen.plan import CTYPES, Plan
-from flashgen.errors import EnvironmentError_, UnsupportedError
+from flashgen.codegen.plan import Plan, params_layout
+from flashgen.errors import EnvironmentError_
 from flashgen.log import logger
 from flashgen.runtime.driver import api, check, device_facts, during_capture
-
-LOG2_E = math.log2(math.e)
-MAX_GRID_X = 2**31 - 1
+from flashgen.runtime.tensor_map import MAP_ALIGN, MAP_BYTES, encode, map_shapes
+from flashgen.runtime.values import pointer_names
 
 
 class Kernel:
@@ -43,72 +42,75 @@ class Kernel:
         self.device_index = device_index
         logger().info("loaded %s on cuda:%d", plan.kernel_name, device_index)
 
+    @property
+    def num_sms(self) -> int:
+        """Of its device: what a persistent grid is sized for."""
+        return device_facts(self.device_index).num_sms
+
     def launcher(self, values: Mapping[str, int | float]) -> Launcher:
         return Launcher(self, values)
 
 
-def pointer_names(plan: Plan) -> list[str]:
-    """The parameters that are pointers, in the plan's order."""
-    return [p.name for p in plan.params if CTYPES[p.ctype].code == "Q"]
-
-
 def pack_params(plan: Plan, values: Mapping[str, int | float]) -> bytes:
-    """The parameter block with null pointers. `values`: every other parameter."""
-    pointers = set(pointer_names(plan))
-    return struct.pack(plan.params_format(), *(0 if p.name in pointers else values[p.name] for p in plan.params))
+    """The parameter block with null pointers and blank tensor maps. `values`: every other parameter."""
+    blank: dict[str, int | bytes] = dict.fromkeys(pointer_names(plan), 0)
+    blank |= {row.name: bytes(MAP_BYTES) for row in plan.tensor_maps}
+    return struct.pack(plan.params_format(), *(blank[p.name] if p.name in blank else values[p.name]
+                                               for p in plan.params))
 
 
 class Launcher:
     """One kernel with all arguments but its pointers fixed. Not for two threads at once: they would share the bytes."""
 
     def __init__(self, kernel: Kernel, values: Mapping[str, int | float]) -> None:
-        """`values`: every parameter of the plan that is not a pointer, and `grid_x`."""
+        """`values`: every parameter of the plan that is neither a pointer nor a tensor map, and `grid_x`."""
         plan, config = kernel.plan, api().CUlaunchConfig()
-        packed, pointers = pack_params(plan, values), pointer_names(plan)
-        assert [p.name for p in plan.params[:len(pointers)]] == pointers, "pointers come first in every plan"
-        self._buffer = ctypes.create_string_buffer(packed, len(packed))
-        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        packed, pointers, offsets = pack_params(plan, values), pointer_names(plan), params_layout(plan.params)[1]
+        first = offsets[pointers[0]]
+        assert [offsets[name] for name in pointers] == [first + 8 * i for i in range(len(pointers))], \
+            "pointers lie side by side in every plan"
+        self._memory = ctypes.create_string_buffer(len(packed) + MAP_ALIGN)
+        self._params = -(-ctypes.addressof(self._memory) // MAP_ALIGN) * MAP_ALIGN  # where the block begins
+        ctypes.memmove(self._params, packed, len(packed))
+        self._arguments = (ctypes.c_void_p * 1)(self._params)
         self._arguments_address = ctypes.addressof(self._arguments)
-        self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into
+        self._pack_pointers = functools.partial(struct.Struct(f"<{len(pointers)}Q").pack_into, self._memory,
+                                                self._params - ctypes.addressof(self._memory) + first)
         config.gridDimX, config.gridDimY, config.gridDimZ = int(values["grid_x"]), 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = plan.launch.threads, 1, 1
         config.sharedMemBytes = plan.launch.smem_bytes
         self._config, self._kernel, self._function = config, kernel, kernel.function
         self._launch, self._success = api().cuLaunchKernelEx, api().CUresult.CUDA_SUCCESS
         self._stream_type, self._stream = api().CUstream, -1
+        self._shapes = [(shape, self._params + offsets[shape.name]) for shape in map_shapes(plan, values)]
+        self._num_maps, self._replace = len(self._shapes), api().cuTensorMapReplaceAddress
+        self._maps: list[Any] = []           # encoded at the first launch, which brings the addresses
+        self._mapped: tuple[int, ...] = ()   # the addresses they hold
+        assert [shape.tensor for shape, _ in self._shapes] == pointers[:self._num_maps], \
+            "the first pointers are those of the tensors with a map"
 
     def __call__(self, stream: int, *pointers: int) -> None:
         """Launch on `stream` (a CUstream as an int). `pointers` in the plan's order. DriverError if it is refused."""
-        self._pack_pointers(self._buffer, 0, *pointers)
+        self._pack_pointers(*pointers)
+        if self._num_maps and pointers[:self._num_maps] != self._mapped:
+            self._map(pointers[:self._num_maps])
         if stream != self._stream:
             self._config.hStream, self._stream = self._stream_type(stream), stream
         (status,) = self._launch(self._config, self._function, self._arguments_address, 0)
         if status != self._success:
             check((status,), f"launch of {self._kernel.plan.kernel_name}")
 
-
-def fa2_values(plan: Plan, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q: int, num_heads_kv: int,
-               softmax_scale: float, top_left: bool, window: tuple[int, int],
-               strides: Mapping[str, int]) -> dict[str, Any]:
-    """Parameter values and grid of an fa2 forward launch.
-
-    Varlen: seqlen_q and seqlen_kv are total_q and total_kv. `window` as in the API; an unbounded side becomes a count
-    that reaches past both sequences, so that the kernel's sums cannot wrap. `strides` count elements, named as in
-    the plan. UnsupportedError if the grid is too large.
-    """
-    reach = max(seqlen_q, seqlen_kv)
-    left, right = (reach if side < 0 else min(side, reach) for side in window)
-    block_m = plan.constant("BLOCK_M")
-    varlen = plan.spec_value("kv_layout") == "varlen"
-    # Varlen: what slots/layout/varlen.cuh.j2 sets aside, one tile per sequence beyond the floor, and one for the rest.
-    m_tiles = seqlen_q // block_m + batch + 1 if varlen else -(-seqlen_q // block_m)
-    grid_x = m_tiles * num_heads_q * (1 if varlen else batch)
-    if grid_x > MAX_GRID_X:
-        raise UnsupportedError(f"{grid_x} blocks ({m_tiles} query tiles, {num_heads_q} heads, batch {batch})",
-                               where=plan.kernel_name, allowed=f"{MAX_GRID_X} blocks", next="split the batch")
-    return {
-        "batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "num_heads_q": num_heads_q,
-        "heads_per_kv_head": num_heads_q // num_heads_kv, "m_tiles": m_tiles, "scale_log2": softmax_scale * LOG2_E,
-        "align_bottom_right": int(not top_left), "window_left": left, "window_right": right, "grid_x": grid_x,
-        **strides,
-    }
+    def _map(self, addresses: tuple[int, ...]) -> None:
+        """Point the tensor maps, which lie in the parameter block, at tensors that moved since the last launch."""
+        filler = addresses[0]  # an empty tensor has no address, and a map must have one
+        if not self._maps:
+            self._maps = [encode(shape, filler if shape.empty else address, place)
+                          for (shape, place), address in zip(self._shapes, addresses, strict=True)]
+        else:
+            for i, address in enumerate(addresses):
+                if address != self._mapped[i] and not self._shapes[i][0].empty:
+                    (status,) = self._replace(self._maps[i], address)
+                    if status != self._success:
+                        self._maps, self._mapped = [], ()  # the next launch begins anew
+                        check((status,), f"tensor map {self._shapes[i][0].name} of {self._kernel.plan.kernel_name}")
+        self._mapped = addresses

@@ -1,19 +1,27 @@
 """From a call to a kernel: precompiled ones first (bundles, then the cache), else compiled.
 
-A call names what it needs (Wanted). Each kernel that could serve it differs from it only in its target and in what it
-can do beyond (writing lse). Results are memoised, so this runs once per kind of call, device and process.
+A call names what it needs (Wanted). Each kernel that could serve it differs from it only in its family, its target and
+in what it can do beyond (writing lse). Results are memoised, so this runs once per kind of call, device and process.
+
+The faster family serves where it can; `why` says which does, and what the faster one lacks. A bundle is there to be
+used: its kernels come first, and only among them does the family decide.
 """
 from __future__ import annotations
 
 import functools
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths, spec_path
+from flashgen.codegen.spec_fields import rows
 from flashgen.codegen.target import TARGETS
+from flashgen.codegen.tiles import find_tile
 from flashgen.errors import UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.bundle import Bundle
@@ -27,7 +35,11 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 256
 EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
 EMULATED_FIRST = "sm_90"  # the target whose kernels are emulated where the call leaves a choice
-DEFAULT_SPEC = "fa2_fwd"  # what new variants (head dims that no spec ships) are named after
+EMULATED_FAMILIES = ("fa2",)  # likewise
+FAMILIES = ("fa3", "fa2")  # the fastest first. <family>_fwd is what variants for head dims that no spec ships are of
+NEEDS_MAPS = frozenset({"fa3"})  # families that read q, k and v through tensor maps
+NO_MAPS = ("q, k or v has rows, heads or sequences that overlap (as expanded tensors do) or lie 2^40 bytes apart: "
+           "tensor maps cannot describe it")
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,15 @@ class Wanted:
     kv_layout: str
     lse: bool
     spec: str = ""
+    tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
+    split: bool = False       # whether blocks had better share the keys of the last tiles: values.wants_split
+
+
+class Choice(NamedTuple):
+    """A variant, and in one line why it is this one."""
+
+    spec: Spec
+    why: str
 
 
 class Registry:
@@ -94,64 +115,79 @@ class Registry:
             with self._lock:
                 found = self._kernels.get((wanted, device_index))
                 if found is None:
-                    found = self._find(wanted, device_index)
-                    logger().debug("%s: %s on device %d", _asked(wanted), found.plan.kernel_name, device_index)
+                    found, reason = self._find(wanted, device_index)
+                    logger().debug("%s: %s on device %d; %s", _asked(wanted), found.plan.kernel_name, device_index,
+                                   reason)
                     self._kernels[wanted, device_index] = found
         return found
 
-    def _find(self, wanted: Wanted, device_index: int) -> Kernel | EmulatedKernel:
-        if device_index == EMULATED:
-            archs = sorted(TARGETS, key=lambda arch: arch != EMULATED_FIRST)
-            spec = _matching(self._variants(wanted.spec), wanted, archs) if wanted.spec else shipped_variant(
-                wanted, archs)
-            return _emulated(spec)
-        archs = archs_for(device_facts(device_index).cc)
+    def _find(self, wanted: Wanted, device_index: int) -> tuple[Kernel | EmulatedKernel, str]:
+        emulated = device_index == EMULATED
+        archs = (sorted(TARGETS, key=lambda arch: arch != EMULATED_FIRST) if emulated
+                 else archs_for(device_facts(device_index).cc))
         if wanted.spec:
-            return _compiled(_matching(self._variants(wanted.spec), wanted, archs), device_index)
-        for arch in archs:
-            for bundle in self._search_path():
-                for choice in _selectors(wanted, arch):
-                    stored = bundle.get(choice)
-                    if stored is not None:
-                        return Kernel(*stored, device_index)
-        return _compiled(shipped_variant(wanted, archs), device_index)
+            choice = Choice(_matching(self._variants(wanted.spec), wanted, archs), "its spec is named")
+        elif emulated:
+            choice = choose(wanted, archs, EMULATED_FAMILIES)
+        else:
+            bundled = next(self._bundled(wanted, archs), None)
+            if bundled is not None:
+                return Kernel(*bundled[1], device_index), f"it is in the bundle {bundled[0].path}"
+            choice = choose(wanted, archs)
+        return _emulated(choice.spec) if emulated else _compiled(choice.spec, device_index), choice.why
+
+    def _bundled(self, wanted: Wanted, archs: list[str]) -> Iterator[tuple[Bundle, tuple[Plan, bytes]]]:
+        """(bundle, plan and image) of what bundles have for the call, the best first."""
+        for family in FAMILIES:
+            for arch in archs if _reads(family, wanted) else ():
+                for bundle in self._search_path():
+                    for choice in _selectors(wanted, arch, family):
+                        stored = bundle.get(choice)
+                        if stored is not None:
+                            yield bundle, stored
 
 
 registry = Registry()
 
 
 def archs_for(cc: int) -> list[str]:
-    """Targets whose cubins run on a device, the closest first; the plain one before its `a` twin."""
+    """Targets whose cubins run on a device, the closest first; the `a` twin, which can do more, before the other."""
     fitting = [t for t in TARGETS.values() if t.runs_on(cc)]
     if not fitting:
         raise UnsupportedError(f"compute capability {cc / 10:.1f}",
                                allowed=", ".join(sorted({f"{t.cc / 10:.1f}" for t in TARGETS.values()})),
                                next="flashgen doctor")
-    return [t.name for t in sorted(fitting, key=lambda t: (-t.cc, t.name.endswith("a")))]
+    return [t.name for t in sorted(fitting, key=lambda t: (-t.cc, not t.name.endswith("a")))]
 
 
-def _selectors(wanted: Wanted, arch: str) -> list[Selector]:
+def _selectors(wanted: Wanted, arch: str, family: str) -> list[Selector]:
     """Selectors that serve `wanted`, the closest first.
 
-    A window kernel also serves unbounded and causal calls, an lse kernel calls without lse, a batch-invariant one any.
+    A window kernel also serves unbounded and causal calls, an lse kernel calls without lse, a batch-invariant one any,
+    and so does one that splits, or does not.
     """
     masks = [(wanted.causal, wanted.window)] + ([] if wanted.window else [(False, True)])
-    return [Selector(arch, "fwd", wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, causal, window,
-                     wanted.kv_layout, "none", lse, invariant)
+    return [Selector(arch, family, "fwd", wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, causal, window,
+                     wanted.kv_layout, "none", lse, invariant, split)
             for causal, window in masks for lse in ((True,) if wanted.lse else (True, False))
-            for invariant in (False, True)]
+            for invariant in (False, True) for split in (wanted.split, not wanted.split)]
 
 
-def _serves(spec: Spec, wanted: Wanted, archs: list[str]) -> bool:
-    return any(selector(spec.fields(), spec.arch) in _selectors(wanted, arch) for arch in archs)
+def _reads(family: str, wanted: Wanted) -> bool:
+    """Whether kernels of the family can read the call's tensors, whatever their shapes."""
+    return wanted.tensor_maps or family not in NEEDS_MAPS
 
 
 def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> Spec:
-    """The variant of a named spec that serves the call, for the closest target."""
-    for arch in archs:
-        for spec in variants:
-            if _serves(spec, wanted, [arch]):
-                return spec
+    """The variant of a named spec that serves the call, of the fastest family and for the closest target."""
+    serving = [spec for family in FAMILIES for arch in archs for spec in variants
+               if selector(spec.fields(), spec.arch) in _selectors(wanted, arch, family)]
+    for spec in serving:
+        if _reads(spec.family, wanted):
+            return spec
+    if serving:
+        raise UnsupportedError(NO_MAPS, where=f"spec={wanted.spec!r}", allowed="tensors whose rows do not overlap",
+                               next="leave spec out, or give q.contiguous(), k.contiguous() and v.contiguous()")
     names = sorted({v.variant for v in variants if v.arch in archs})
     raise UnsupportedError(
         f"no variant of it serves {_asked(wanted)} on {archs[0]}", where=f"spec={wanted.spec!r}",
@@ -170,18 +206,49 @@ def check_head_dims(head_dim_qk: int, head_dim_v: int) -> None:
                                nearest=f"{nearest}: pad q, k and v with zero columns and give softmax_scale")
 
 
-def shipped_variant(wanted: Wanted, archs: list[str]) -> Spec:
-    """The shipped variant that serves the call, or one made for head dims that no shipped spec lists."""
+def why(wanted: Wanted, cc: int) -> str:
+    """One line: which kernel serves a call on a device of compute capability `cc` (10 * major + minor) where no bundle
+    has one, and what keeps the faster families from it. UnsupportedError where nothing serves it."""
+    return choose(wanted, archs_for(cc)).why
+
+
+def choose(wanted: Wanted, archs: list[str], families: tuple[str, ...] = FAMILIES) -> Choice:
+    """The shipped variant that serves the call, or one made for head dims that no shipped spec lists.
+
+    Of the first of `families` that has one, for the first of `archs`. UnsupportedError if none has.
+    """
+    missing: list[str] = []
+    for family in families:
+        found = _variant(family, wanted, archs)
+        if isinstance(found, Spec):
+            return Choice(found, "; ".join([f"{family}: {found.variant}.{found.arch}", *missing]))
+        missing.append(f"not {family}: {found}")
+    raise UnsupportedError(f"no shipped spec serves {_asked(wanted)} on {archs[0]}", allowed="; ".join(missing),
+                           next="flashgen list")
+
+
+def _variant(family: str, wanted: Wanted, archs: list[str]) -> Spec | str:
+    """The family's variant for the call, shipped or made after a shipped one; where there is none, why."""
+    if not _reads(family, wanted):
+        return NO_MAPS
     shipped = _shipped()
-    for arch in archs:
-        for choice in _selectors(wanted, arch):
-            if choice in shipped:
-                return shipped[choice]
-    model = next((s for s in shipped.values() if s.arch in archs and s.name == DEFAULT_SPEC), None)
-    if model is None:
-        raise UnsupportedError(f"no shipped spec lists any of {', '.join(archs)}", next="flashgen list")
-    return model.with_(dtype=wanted.dtype, head_dim_qk=wanted.head_dim_qk, head_dim_v=wanted.head_dim_v,
-                       causal=wanted.causal, window=wanted.window, kv_layout=wanted.kv_layout)
+    choices = [choice for arch in archs for choice in _selectors(wanted, arch, family)]
+    for choice in choices:
+        if choice in shipped:
+            return shipped[choice]
+    dims: dict[str, Any] = {"head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v}
+    models = {choice._replace(**dims): spec for choice, spec in shipped.items()
+              if spec.name == f"{family}_fwd" and spec.arch in archs}
+    if not models:
+        return f"no shipped spec of it lists {' or '.join(archs)}"
+    fitting = [models[choice] for choice in choices if choice in models]
+    if not fitting:
+        return f"its shipped specs do not list {_asked(wanted)}"
+    for spec in fitting:
+        if find_tile(family, spec.arch, mask_choice(spec.causal, spec.window), *dims.values()) is not None:
+            # What the model overrides, it overrides for its own head dims.
+            return spec.with_(**{row.attribute: row.default for row in rows() if row.override}, **dims)
+    return f"it has no tile for head dims {tuple(dims.values())}"
 
 
 @functools.cache

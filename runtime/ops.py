@@ -10,20 +10,24 @@ from __future__ import annotations
 import math
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
-from flashgen.runtime.kernel import Launcher, fa2_values, pointer_names
+from flashgen.runtime.counters import CountingLauncher, counters_of
+from flashgen.runtime.kernel import Kernel, Launcher
 from flashgen.runtime.lookup import EMULATED, Wanted, check_head_dims, registry
+from flashgen.runtime.tensor_map import fits_maps
+from flashgen.runtime.values import is_persistent, launch_values, pointer_names, splits_keys, wants_split
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
-    from flashgen.runtime.emulator.kernel import EmulatedLauncher
+    from flashgen.runtime.emulator.kernel import EmulatedKernel, EmulatedLauncher
 
 ALIGNMENT_BYTES = 16       # one cp.async
 MAX_LENGTH = 2**30         # sums of two positions and a window stay within 32 bits
@@ -117,7 +121,7 @@ class _Call:
     __slots__ = ("copies", "generation", "launcher", "lse_shape", "out_like_q", "out_shape", "takes_lse")
 
     def __init__(self, copies: tuple[bool, ...] | None, out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
-                 launcher: Launcher | EmulatedLauncher | None, out_like_q: bool = False,
+                 launcher: Launcher | CountingLauncher | EmulatedLauncher | None, out_like_q: bool = False,
                  takes_lse: bool = True) -> None:
         self.copies, self.out_shape, self.lse_shape, self.launcher = copies, out_shape, lse_shape, launcher
         self.out_like_q, self.takes_lse = out_like_q, takes_lse
@@ -148,9 +152,10 @@ def _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse):
     call = calls.get(key)
     if call is None or call.generation != registry.generation:
         call = _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse)
-        if len(calls) >= MEMO_LIMIT:
-            calls.clear()
-        calls[key] = call
+        if device_index >= 0:  # an emulated launch takes so long that preparing it anew costs nothing
+            if len(calls) >= MEMO_LIMIT:
+                calls.clear()
+            calls[key] = call
     if call.copies is not None:
         q, k, v = (t.clone(memory_format=torch.contiguous_format) if copy else t
                    for t, copy in zip((q, k, v), call.copies, strict=True))
@@ -158,7 +163,10 @@ def _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse):
     if out is None:
         out = torch.empty_like(q) if call.out_like_q else q.new_empty(call.out_shape)  # the first is faster
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if want_lse else None
-    if call.launcher is None:  # nothing to compute
+    if call.launcher is None:  # no key to look at, or no query
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
         return out, lse
     if device_index < 0:
         call.launcher(q=q, k=k, v=v, out=out, lse=lse, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
@@ -173,7 +181,7 @@ def _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse):
 
 
 def _more_pointers(takes_lse, out, lse, cu_q, cu_kv):  # type: ignore[no-untyped-def]
-    """What follows q, k and v among a plan's pointers."""
+    """What follows q, k and v among a plan's pointers, but for what a CountingLauncher adds."""
     pointers = [out.data_ptr()]
     if takes_lse:
         pointers.append(0 if lse is None else lse.data_ptr())
@@ -205,24 +213,47 @@ def _prepare(  # type: ignore[no-untyped-def]
     left, right = (-1 if side >= reach else side for side in (left, right))
     windowed = left >= 0 or (right >= 0 and not causal)  # causal bounds the right side anyway
     wanted = Wanted(DTYPE_NAMES[q.dtype], head_dim_qk, head_dim_v, bool(causal) and not windowed, windowed,
-                    "varlen" if varlen else "dense", want_lse, spec)
+                    "varlen" if varlen else "dense", want_lse, spec,
+                    all(fits_maps(t.shape, t.stride(), t.element_size()) for t in (q, k, v, out) if t is not None))
     if 0 in out_shape:
         return _Call(None, out_shape, lse_shape, None)
-    if q.is_cpu:
-        kernel = registry.kernel(wanted, EMULATED)
-    else:
-        with torch.cuda.device(q.device):
-            torch.cuda.current_stream()  # makes this thread's context torch's
-            kernel = registry.kernel(wanted, q.device.index)
     axes = ("row", "head") if varlen else ("batch", "row", "head")
     row_layout = out if out is not None else _Contiguous(out_shape)
     strides = {f"{name}_{axis}_stride": stride for name, t in (("q", q), ("k", k), ("v", v), ("out", row_layout))
                for axis, stride in zip(axes, _strides(t), strict=True)}
-    values = fa2_values(kernel.plan, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
-                        num_heads_kv=num_heads_kv, softmax_scale=scale, top_left=causal == 2,
-                        window=(left, 0 if causal else right), strides=strides)
+    call = dict(batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
+                num_heads_kv=num_heads_kv, softmax_scale=scale, top_left=causal == 2,
+                window=(left, 0 if causal else right), strides=strides)
+    kernel, values = _kernel_and_values(wanted, q.device, call)
+    if wants_split(kernel.plan, values, kernel.num_sms):
+        kernel, values = _kernel_and_values(replace(wanted, split=True), q.device, call)
+    if seqlen_kv == 0 and kernel.plan.tensor_maps:  # a map describes one row at least
+        return _Call(None, out_shape, lse_shape, None)
     out_like_q = out_shape == q.shape and q.is_contiguous()
-    return _Call(None, out_shape, lse_shape, kernel.launcher(values), out_like_q, "lse" in pointer_names(kernel.plan))
+    return _Call(None, out_shape, lse_shape, _launcher(kernel, values, q.device), out_like_q,
+                 "lse" in pointer_names(kernel.plan))
+
+
+def _kernel_and_values(wanted: Wanted, device: torch.device,
+                       call: dict[str, Any]) -> tuple[Kernel | EmulatedKernel, dict[str, Any]]:
+    """The kernel for a call, and its launch's values; `call` as launch_values takes it."""
+    if device.type == "cpu":
+        kernel = registry.kernel(wanted, EMULATED)
+    else:
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes this thread's context torch's
+            kernel = registry.kernel(wanted, device.index)
+    return kernel, launch_values(kernel.plan, num_sms=kernel.num_sms, **call)
+
+
+def _launcher(kernel: Kernel | EmulatedKernel, values: dict[str, Any],
+              device: torch.device) -> Launcher | CountingLauncher | EmulatedLauncher:
+    """What launches the kernel; on a device it takes the pointers of the call's tensors and no others."""
+    launcher = kernel.launcher(values)
+    if not isinstance(launcher, Launcher) or not is_persistent(kernel.plan):
+        return launcher
+    floats = values["partials_floats"] if splits_keys(kernel.plan) else None
+    return CountingLauncher(launcher, counters_of(device.index), floats, device)
 
 
 class _Contiguous:

@@ -12,6 +12,7 @@ from flashgen.codegen.plan import Plan
 
 class Selector(NamedTuple):
     arch: str
+    family: str
     pass_: str
     dtype: str
     head_dim_qk: int
@@ -22,6 +23,7 @@ class Selector(NamedTuple):
     score: str
     lse: bool
     batch_invariant: bool
+    split: bool
 
 
 def selector(fields: Iterable[tuple[str, object]], arch: str) -> Selector:

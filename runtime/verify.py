@@ -18,9 +18,10 @@ from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import EnvironmentError_, FlashgenError, UnsupportedError
 from flashgen.runtime.compare import Accuracy, check, check_bits
-from flashgen.runtime.edges import company_problem, edge_problems, emulated_problems, masks
+from flashgen.runtime.edges import company_problem, edge_problems, emulated_problems, masks, tile_shape
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule, scheduled
 from flashgen.runtime.problem import Inputs, Problem
+from flashgen.runtime.values import is_persistent, splits_keys
 
 NAN = float("nan")
 
@@ -130,13 +131,14 @@ def _verify_variant(subject: Subject, problems: Sequence[Problem] | None) -> Ite
     except FlashgenError as error:
         yield Result(spec.variant, spec.arch, "lower", "", False, message=str(error))
         return
-    tile_m, tile_n, num_stages = (plan.constant(name) for name in ("BLOCK_M", "BLOCK_N", "NUM_STAGES"))
-    made = (emulated_problems if subject.emulated else edge_problems)(spec, tile_m, tile_n, num_stages, subject.seed)
+    tiles = tile_shape(plan)
+    made = (emulated_problems(spec, *tiles, subject.seed, persistent=is_persistent(plan)) if subject.emulated
+            else edge_problems(spec, *tiles, subject.seed))
     for problem in made if problems is None else problems:
         yield _row(subject, "reference", against_reference, problem)
     if problems is None and not subject.emulated:
         for mask in masks(spec):
-            problem = company_problem(spec, tile_m, mask, subject.seed)
+            problem = company_problem(spec, tiles[0], mask, subject.seed)
             for name, identity in IDENTITIES.items():
                 if name != "future keys" or mask == (True, (-1, -1)):
                     yield _row(subject, name, identity, problem)
@@ -166,11 +168,15 @@ def against_reference(subject: Subject, problem: Problem) -> Accuracy:
 
 
 def alone_and_in_company(subject: Subject, problem: Problem) -> Accuracy:
-    """Each request's bits are the same alone, and beside neighbours whose keys and values are NaN."""
-    inputs = problem.make_inputs(subject.device)
+    """Each request's bits are the same alone, and beside neighbours whose keys and values are NaN.
+
+    Where the number of tiles decides which ones are cut along the keys, a request alone is cut otherwise: there it
+    only has the same bits in both companies.
+    """
+    inputs, invariant = problem.make_inputs(subject.device), not splits_keys(lower(subject.spec))
     together = subject.run(inputs)
     for i in range(problem.batch):
-        alone = subject.run(request(inputs, i))
+        alone = subject.run(request(inputs, i)) if invariant else _part(*together, inputs.cu_seqlens_q, i)
         poisoned = inputs.with_(k=_only(inputs.k, inputs.cu_seqlens_kv, i), v=_only(inputs.v, inputs.cu_seqlens_kv, i))
         for name, run in (("in company", together), ("beside NaN", subject.run(poisoned))):
             mine = _part(*run, inputs.cu_seqlens_q, i)

@@ -1,6 +1,7 @@
 """The kernel's tile rule in Python against brute force, and what explain derives from it."""
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -12,18 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashgen
-from flashgen.codegen.explain import Explanation, Shape, explain, parse_shape, typical
+from flashgen.codegen.explain import Explanation, Shape, explain, explain_plan, parse_shape, typical
 from flashgen.codegen.explain_text import BAR_WIDTH, bar, si
+from flashgen.codegen.lower import lower
 from flashgen.codegen.mask import KeyRange, kv_tiles, tile_counts, visible_keys, visible_pairs
+from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Role, TensorMap, verify
 from flashgen.codegen.render import TEMPLATES
+from flashgen.codegen.smem import layout_regions
 from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.codegen.target import TARGETS
+from flashgen.codegen.warpgroup import register_need
+from flashgen.codegen.wgmma import WgmmaShape
 from flashgen.errors import UnsupportedError
 
 settings.register_profile("explain", deadline=None, derandomize=True)
 settings.load_profile("explain")
 
-LINES, COLUMNS = 50, 120  # one screen
+LINES, COLUMNS = 50, 120  # one screen; a taller one for plans with barriers
+LINES_WITH_BARRIERS = 72
 sides = st.sampled_from((-1, 0, 1, 2, 5, 17, 60, 2**31 - 1))
 masks = st.fixed_dictionaries({"window": st.tuples(sides, sides), "top_left": st.booleans()})
 lengths = st.integers(0, 45)
@@ -179,20 +186,108 @@ def test_streamed_bytes_follow_the_law() -> None:
 
 def test_roofline_names_what_bounds() -> None:
     long = explain(variant(), batch=1, seqlen_q=16384)
-    assert long.roofline.bound == "tensor cores" and long.roofline.ms == long.roofline.tensor_ms
+    assert long.roofline.bound == "tensor cores" and long.roofline.ms == long.roofline.units["tensor cores"]
     device = TARGETS["sm_90"].device
     assert long.roofline.tflops <= device.bf16_tflops
     assert 0 < long.roofline.l2_share < 1  # what bounds it holds only while L2 serves re-reads
     decode = explain(variant(tile=None), batch=8, seqlen_q=64, seqlen_kv=65536, num_heads_q=8)
-    assert decode.roofline.memory_once_ms <= decode.roofline.ms
-    assert decode.roofline.ms == max(decode.roofline.memory_once_ms, decode.roofline.tensor_ms)
+    assert list(decode.roofline.units) == ["tensor cores", "device memory"]
+    assert decode.roofline.ms == max(decode.roofline.units.values())
+
+
+def wgmma_plan(head_dim: int, block_n: int, warpgroups: int = 3, stages: int = 3) -> tuple[Plan, Spec]:
+    """A plan on wgmma by hand, with the Spec it would come from."""
+    spec = variant(name="fa3_fwd", family="fa3", arch="sm_90a", head_dim_qk=head_dim)
+    block_m, tile = 64 * warpgroups, 2 * block_n * head_dim
+    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "HEAD_DIM_QK": head_dim, "HEAD_DIM_V": head_dim,
+                 "MMA_COLS_QK": head_dim, "MMA_COLS_V": head_dim}
+    smem = layout_regions((("Q", 2 * block_m * head_dim, "query tiles"), ("K", stages * tile, "keys"),
+                           ("V", stages * tile, "values"), ("BARRIERS", 8 * (4 * stages + 1), "mbarriers")))
+    barriers = tuple(Barrier(name, stages, arrivals, f"a stage of {name[0]} is {name[2:]}") for name, arrivals in (
+        ("K_FULL", 1), ("K_EMPTY", warpgroups), ("V_FULL", 1), ("V_EMPTY", warpgroups)))
+    panels = TensorMap("k_map", "k", 64, block_n, 128)
+    plan = Plan(
+        variant=spec.variant, target="sm_90a", family="fa3", pass_="fwd", spec=spec.fields(), template="none",
+        element="bf16", constants=tuple(Constant(name, value, "given") for name, value in constants.items()),
+        slots=(), flags=(), params=(Param("k", "element_ptr", ""), Param("k_map", "tensor_map", "")), smem=smem,
+        roles=(Role("load", 4, 32), Role("mma", 4 * warpgroups, 160)),
+        launch=Launch(128 * (warpgroups + 1), 1, smem[-1].offset_bytes + smem[-1].size_bytes, "x = SMs"),
+        tensor_maps=(panels, dataclasses.replace(panels, name="v_map", tensor="v")),
+        barriers=(*barriers, Barrier("Q_FULL", 1, 1, "the query tile is there")),
+        wgmma_shapes=(WgmmaShape("bf16", block_n), WgmmaShape("bf16", head_dim, "registers", b_major="MN_MAJOR")))
+    verify(plan, TARGETS["sm_90a"])
+    return plan, spec
+
+
+@pytest.mark.parametrize(("head_dim", "bound", "exp2", "issue"), [
+    (32, "exponential unit", 1, 0.875), (64, "tensor cores", 1, 0.875), (128, "tensor cores", 0.5, 0.4375),
+    (192, "tensor cores", 1 / 3, 0.875 / 3)])
+def test_roofline_of_wgmma_counts_what_a_softmax_takes(head_dim: int, bound: str, exp2: float, issue: float) -> None:
+    r = explain_plan(*wgmma_plan(head_dim, 64, stages=2), seqlen_q=8192).roofline
+    assert list(r.units) == ["tensor cores", "exponential unit", "issue slots", "device memory"]
+    assert r.units[r.bound] == r.ms == max(r.units.values())
+    assert r.bound == bound or r.units[bound] == pytest.approx(r.ms)
+    assert r.units["exponential unit"] / r.ms == pytest.approx(exp2)
+    assert r.units["issue slots"] / r.ms == pytest.approx(issue)
+
+
+def test_times_of_wgmma_by_hand() -> None:
+    """1920 queries and keys over 24 heads: 240 whole tiles of 192 rows, so 24 * 1920**2 scores."""
+    e = explain_plan(*wgmma_plan(128, 80), batch=1, seqlen_q=1920, num_heads_q=24)
+    scores, device = 24 * 1920 * 1920, TARGETS["sm_90a"].device
+    assert (e.work.scores, e.work.query_tiles, e.work.waves) == (scores, 240, 240 / 132)
+    clocks_per_ms = device.bf16_tflops * 1e9 / 4096
+    assert clocks_per_ms / device.num_sms == pytest.approx(1.83e6, rel=0.01)
+    assert e.roofline.units["tensor cores"] == pytest.approx(scores * 4 * 128 / 4096 / clocks_per_ms)
+    assert e.roofline.units["issue slots"] == pytest.approx(scores * 7 / 128 / clocks_per_ms)
+
+
+def test_text_of_a_persistent_kernel() -> None:
+    e = explain_plan(*wgmma_plan(128, 80), batch=1, seqlen_q=1920, num_heads_q=24)
+    assert e.need == register_need(80, 128) and e.need.total == 40 + 20 + 64 + 24
+    lines = str(e).splitlines()
+    assert len(lines) <= LINES_WITH_BARRIERS and max(map(len, lines)) <= COLUMNS
+    for words in (
+        "roles: 65536 of 65536 registers, which are 512 threads * 128 at launch (not built",
+        "load 4 warps * 32 * 32 = 4096",
+        "mma 12 warps * 32 * 160 = 61440 at least scores 40 + probabilities 20 + output 64 + 24 = 148",
+        "barriers: 13,", "K_EMPTY 3 * 3 arrivals a stage of K is EMPTY", "Q_FULL 1 * 1 arrivals the query tile",
+        "v_map v 80 rows * 64 columns = 10240 bytes a copy, swizzle 128", "2 waves, the last 82 % full",
+        " 50 %: 1 exp2 per score, 16 per SM clock", " 44 %: 7 instructions per score, 128 per SM clock",
+        "100 %: 512 FLOP per score, 4096 per SM clock", "bound: tensor cores = 100 %, ",
+    ):
+        assert any(words in " ".join(line.split()) for line in lines), words
+    barriers = next(region for region in e.plan.smem if region.name == "BARRIERS")
+    assert f"{barriers.offset_bytes:>7} {barriers.size_bytes:>7}" in str(e)
+    data = json.loads(json.dumps(e.to_json()))
+    assert data["need"]["scores"] == 40 and data["roofline"]["units"]["issue slots"] > 0
+    assert data["plan"]["barriers"][0]["name"] == "K_FULL" and data["plan"]["tensor_maps"][0]["box_rows"] == 80
+
+
+@pytest.mark.parametrize("head_dims", [(32, 32), (72, 40), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": True}], ids=str)
+def test_plans_of_fa3_fit_their_screen(head_dims: tuple[int, int], mask: dict[str, bool]) -> None:
+    for layout in ("dense", "varlen"):
+        e = explain(variant(name="fa3_fwd", family="fa3", arch="sm_90a", head_dim_qk=head_dims[0],
+                            head_dim_v=head_dims[1], kv_layout=layout, **mask), registers=168)
+        lines = str(e).splitlines()
+        assert len(lines) <= LINES_WITH_BARRIERS and max(map(len, lines)) <= COLUMNS
+        assert "(168 in the cached build)" in str(e) and e.need is not None
+        assert e.need.total <= max(role.registers or 0 for role in e.plan.roles)
+        assert all(barrier.about.split()[0] in str(e) for barrier in e.plan.barriers)
+
+
+def test_roles_that_move_no_registers_keep_to_one_line() -> None:
+    assert "roles:" not in str(explain(variant())) and "barriers" not in str(explain(variant()))
+    assert explain(variant()).need is None
 
 
 @pytest.mark.parametrize("path", shipped_spec_paths(), ids=lambda path: path.stem)
 def test_every_shipped_variant_fits_one_screen(path: Any) -> None:
     for spec in load_specs(path).specs:
         lines = str(explain(spec, registers=200)).splitlines()
-        assert len(lines) <= LINES and max(map(len, lines)) <= COLUMNS, spec.variant
+        most = LINES_WITH_BARRIERS if lower(spec).barriers else LINES
+        assert len(lines) <= most and max(map(len, lines)) <= COLUMNS, spec.variant
 
 
 def test_the_text_says_where_its_numbers_come_from() -> None:

@@ -29,10 +29,17 @@ FIELDS = {
     "stages": st.none() | st.integers(2, 5), "roles": st.none() | st.builds(Roles, mma=st.integers(1, 16)),
     "blocks_per_sm": st.none() | st.integers(1, 8), "q_operand": st.sampled_from([None, "shared", "registers"]),
 }
+FA3_FIELDS = FIELDS | {
+    "family": st.just("fa3"), "arch": st.just("sm_90a"), "blocks_per_sm": st.none(), "q_operand": st.none(),
+    "tile": st.none() | st.builds(Tile, m=st.sampled_from([64, 128, 192, 256]), n=SIXTEENS),
+    "roles": st.none() | st.builds(Roles, mma=st.sampled_from([4, 8, 12, 16])),
+    "q_stages": st.sampled_from([None, 1, 2]),
+    "schedule": st.sampled_from([None, "overlap", "pingpong"]), "split": st.booleans(),
+}
 
 
-@settings(deadline=None, max_examples=400)
-@given(st.fixed_dictionaries(FIELDS))
+@settings(deadline=None, max_examples=800)
+@given(st.fixed_dictionaries(FIELDS) | st.fixed_dictionaries(FA3_FIELDS))
 def test_any_valid_spec_gives_a_fitting_plan_or_a_refusal(fields):
     try:
         spec = Spec(**fields)
@@ -103,6 +110,19 @@ def test_refusals_show_the_arithmetic():
         lower(BASE.with_(tile=Tile(m=80, n=32)))
 
 
+@pytest.mark.parametrize("change, rows", [
+    ({"tile": Tile(m=128, n=64)}, 128), ({"tile": Tile(m=64, n=64)}, 64), ({"tile": Tile(m=192, n=48)}, 192),
+    ({"roles": Roles(mma=4)}, 64), ({"roles": Roles(mma=12)}, 192),
+    ({"roles": Roles(mma=8), "tile": Tile(m=128, n=32)}, 128),
+])
+def test_rows_and_warps_of_fa3_follow_each_other(change, rows):
+    plan = lower(BASE.with_(family="fa3", arch="sm_90a", head_dim_qk=128, **change))
+    assert plan.constant("BLOCK_M") == rows
+    assert plan.roles[-1].warps == rows // 16 and plan.launch.threads == 2 * rows + 128
+    # A warpgroup alone takes no turns, whatever the table says of its head dim.
+    assert dict(plan.flags)["pingpong"] == (rows > 64)
+
+
 def test_params_layout_is_the_c_layout():
     """Against ctypes, which lays structures out as the compiler does; the kernel asserts the size too."""
     import ctypes
@@ -139,7 +159,8 @@ CHANGES = {
     "window": True, "kv_layout": "varlen", "lse": False, "batch_invariant": True, "tile": Tile(m=64, n=32), "stages": 3,
     "roles": Roles(mma=8), "blocks_per_sm": 1, "q_operand": "shared",
 }
-ONE_VALUE = {"family", "pass", "score"}  # a second value must join CHANGES
+FA3_CHANGES = {"family": "fa3", "q_stages": 2, "schedule": "overlap", "split": True}
+ONE_VALUE = {"pass", "score"}  # a second value must join CHANGES
 
 
 def test_every_spec_field_changes_the_cache_key():
@@ -152,6 +173,8 @@ def test_every_spec_field_changes_the_cache_key():
 
     base = BASE.with_(head_dim_qk=64, head_dim_v=64)
     names = {name for name, _ in base.fields()} | {"arch"}
-    assert names == CHANGES.keys() | ONE_VALUE
+    assert names == CHANGES.keys() | FA3_CHANGES.keys() | ONE_VALUE
     keys = {"base": key(base)} | {name: key(base.with_(**{name: value})) for name, value in CHANGES.items()}
+    fa3 = base.with_(family="fa3", arch="sm_90a")
+    keys |= {name: key(fa3.with_(**{name: value})) for name, value in FA3_CHANGES.items()}
     assert len(set(keys.values())) == len(keys)

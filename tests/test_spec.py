@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flashgen.codegen import spec_fields
+from flashgen.codegen import spec_fields, spec_rules
 from flashgen.codegen.plan import _freeze
 from flashgen.codegen.spec import (
     Spec,
@@ -27,12 +27,15 @@ from flashgen.codegen.spec import (
     shipped_spec_paths,
     specs_from_mapping,
 )
+from flashgen.codegen.spec_rules import RULES
+from flashgen.codegen.target import TARGETS
 from flashgen.errors import SpecError
 
 BASE: dict[str, Any] = {
     "name": "k", "family": "fa2", "pass": "fwd", "arch": "sm_80", "dtype": "bf16", "head_dim_qk": 64}
 HEAD = "name: k\nfamily: fa2\npass: fwd\narch: sm_80\ndtype: bf16\n"  # lines 1 to 5
 FULL = HEAD + "head_dim_qk: 64\n"                                       # the next line is 7
+FA3 = BASE | {"family": "fa3", "arch": "sm_90a"}
 ROWS = spec_fields.rows_by_name()
 quick = settings(deadline=None, derandomize=True, max_examples=200)
 
@@ -155,11 +158,23 @@ def values_of(row: spec_fields.Row) -> st.SearchStrategy[Any]:
     return st.none() | value if row.nullable else value
 
 
-VALUES = st.fixed_dictionaries({row.name: values_of(row) for row in spec_fields.rows()}).filter(
-    lambda values: not (values["causal"] and values["window"]))
+def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values, less what the rules between fields refuse."""
+    kept = {row.name: row.default if row.family not in ("", values["family"]) else values[row.name]
+            for row in spec_fields.rows()}
+    kept["window"] = kept["window"] and not kept["causal"]
+    if kept["family"] == "fa3":
+        warpgroups = 1 + (kept["roles"] or {"mma": 11})["mma"] % 4
+        kept |= {"arch": "sm_90a", "roles": kept["roles"] and {"mma": 4 * warpgroups},
+                 "tile": kept["tile"] and kept["tile"] | {"m": 64 * warpgroups},
+                 "schedule": "overlap" if warpgroups == 1 and kept["schedule"] == "pingpong" else kept["schedule"],
+                 "split": kept["split"] and not (
+                     kept["batch_invariant"] or kept["window"] or kept["kv_layout"] == "varlen")}
+    return kept
 
 
-CONSTANT = ("arch", "family", "pass", "score")  # arch is no part of the variant, the others have one value so far
+VALUES = st.fixed_dictionaries({row.name: values_of(row) for row in spec_fields.rows()}).map(keep_rules)
+CONSTANT = ("arch", "pass", "score")  # arch is no part of the variant, the others have one value so far
 
 
 def spec(values: dict[str, Any]) -> Spec:
@@ -170,8 +185,7 @@ def spec(values: dict[str, Any]) -> Spec:
 @quick
 @given(VALUES, VALUES, st.sets(st.sampled_from([row.name for row in spec_fields.rows()])))
 def test_variants_are_c_identifiers_and_tell_all_but_arch_apart(values, others, taken):
-    one, other = spec(values), spec(values | {name: others[name] for name in others if name not in taken}
-                                    | {"causal": values["causal"], "window": values["window"]})
+    one, other = spec(values), spec(keep_rules(values | {name: others[name] for name in others if name not in taken}))
     assert re.fullmatch(r"[a-z][a-z0-9_]*", one.variant) and "__" not in one.variant
     assert (one.variant == other.variant) == (one.fields() == other.fields())
 
@@ -179,15 +193,18 @@ def test_variants_are_c_identifiers_and_tell_all_but_arch_apart(values, others, 
 @quick
 @given(VALUES, st.sampled_from([row for row in spec_fields.rows() if row.name not in CONSTANT]), st.data())
 def test_each_field_changes_the_variant_name(values, row, data):
-    one = spec(values)
-    if row.name in ("causal", "window"):
-        values, changed = values | {"causal": False, "window": False}, True
-        one = spec(values)
-    elif row.name == "head_dim_v":
-        changed = data.draw(st.sampled_from([d for d in spec_fields.choices(row) or [] if d != one.head_dim_v]))
-    else:
-        changed = data.draw(values_of(row).filter(lambda value: value != values[row.name]))
-    other = one.with_(**{row.attribute: getattr(spec(values | {row.name: changed}), row.attribute)})
+    if row.name == "family":  # the overrides that one of the two lacks would change too
+        values = values | {top.name: None for top in spec_fields.rows() if top.override}
+    if row.family:
+        values = values | {"family": row.family}
+    if row.name in ("causal", "window", "split"):
+        values = values | {"causal": False, "window": False, "batch_invariant": False, "kv_layout": "dense"}
+    values = keep_rules(values)
+    changed = keep_rules(values | {row.name: data.draw(values_of(row))})
+    one, other = spec(values), spec(changed)
+    different = {name for (name, before), (_, after) in zip(one.fields(), other.fields(), strict=True)
+                 if before != after}
+    assume(different == {row.name})
     assert other.variant != one.variant
 
 
@@ -220,13 +237,14 @@ def test_with_checks_and_head_dim_v_follows_only_an_equal_one():
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.schema["type"] == "integer"])
 def test_listed_numbers_are_exactly_those_that_pass(name):
     row = ROWS[name]
+    base = FA3 if row.family == "fa3" else BASE
     for number in range(-17, 300):
         top, _, part = name.partition(".")
         value = {"m": 16, "n": 16, part: number} if top == "tile" else {part: number} if part else number
         if number in (spec_fields.choices(row) or []):
-            specs_from_mapping(BASE | {top: value})
+            specs_from_mapping(base | {top: value})
         else:
-            error = refused(specs_from_mapping, BASE | {top: value})
+            error = refused(specs_from_mapping, base | {top: value})
             assert error.what == f"{name} is {number}"
             assert abs(int(error.nearest) - number) == min(abs(c - number) for c in spec_fields.choices(row) or [])
 
@@ -240,6 +258,50 @@ def test_schema_allows_lists_and_holds_the_table():
     head_dim, items = schema["properties"]["head_dim_qk"], {"type": "integer", "minimum": 8, "maximum": 256}
     assert head_dim["anyOf"][0] == items | {"multipleOf": 8} == head_dim["anyOf"][1]["items"]
     when_set = schema["properties"]["overrides"]["items"]["properties"]
-    assert list(when_set["set"]["properties"]) == ["tile", "stages", "roles", "blocks_per_sm", "q_operand"]
+    assert list(when_set["set"]["properties"]) == [
+        "tile", "stages", "roles", "blocks_per_sm", "q_operand", "q_stages", "schedule"]
+    assert "(only fa3)" in schema["properties"]["split"]["description"]
+    lines = fields_markdown().splitlines()
     for row in ROWS.values():
-        assert f"| `{row.name}` | {row.about} | {row.unit} |" in fields_markdown()
+        assert any(line.startswith(f"| `{row.name}` | {row.about} | {row.unit} |")
+                   and line.endswith(f"| {row.family} |") for line in lines)
+    for rule in RULES:
+        assert f"- {rule.about}" in lines
+
+
+# ---- families
+
+@pytest.mark.parametrize(("changes", "suffix"), [
+    ({}, "fa3"), ({"q_stages": 2}, "fa3_q2"), ({"schedule": "overlap"}, "fa3_overlap"), ({"split": True}, "fa3_split"),
+    ({"split": False}, "fa3"),
+    ({"tile": {"m": 192, "n": 80}, "roles": {"mma": 12}, "stages": 3, "q_stages": 1, "schedule": "pingpong"},
+     "fa3_m192n80_s3_w12_q1_pingpong"),
+])
+def test_names_of_fa3_overrides(changes, suffix):
+    assert spec(FA3 | changes).variant == f"k_bf16_d64_{suffix}"
+
+
+def test_a_name_that_begins_with_its_family_says_it_once():
+    for name, family, variant in (("fa3_fwd", "fa3", "fa3_fwd_bf16_d64"), ("fa3_fwd", "fa2", "fa3_fwd_bf16_d64_fa2"),
+                                  ("fa2_fwd", "fa3", "fa2_fwd_bf16_d64_fa3"), ("fa3x", "fa3", "fa3x_bf16_d64_fa3")):
+        assert spec(FA3 | {"name": name, "family": family}).variant == variant
+
+
+def test_a_file_may_hold_both_families():
+    specs = specs_from_mapping(BASE | {
+        "family": ["fa2", "fa3"], "arch": ["sm_80", "sm_90a"], "exclude": [{"family": "fa3", "arch": "sm_80"}],
+        "overrides": [{"when": {"family": "fa3"}, "set": {"schedule": "overlap"}},
+                      {"when": {"arch": "sm_80"}, "set": {"blocks_per_sm": 2}}]})
+    assert [f"{s.variant}.{s.arch}" for s in specs] == [
+        "k_bf16_d64_b2.sm_80", "k_bf16_d64.sm_90a", "k_bf16_d64_fa3_overlap.sm_90a"]
+
+
+def test_families_are_for_the_targets_that_have_their_feature():
+    for family, arch in product(spec_rules.FAMILIES, TARGETS):
+        try:
+            Spec(**(BASE | {"family": family, "arch": arch}))
+        except SpecError as error:
+            assert error.where == "Spec.arch" and arch not in error.allowed.split(", ")
+            assert spec_rules.FAMILIES[family] not in TARGETS[arch].features
+        else:
+            assert spec_rules.FAMILIES[family] in TARGETS[arch].features

@@ -19,6 +19,7 @@ BASE: dict[str, Any] = {
     "name": "k", "family": "fa2", "pass": "fwd", "arch": "sm_80", "dtype": "bf16", "head_dim_qk": 64}
 HEAD = "name: k\nfamily: fa2\npass: fwd\narch: sm_80\ndtype: bf16\n"  # lines 1 to 5
 FULL = HEAD + "head_dim_qk: 64\n"                                       # the next line is 7
+FA3 = FULL.replace("fa2", "fa3").replace("sm_80", "sm_90a")
 quick = settings(deadline=None, derandomize=True, max_examples=200)
 
 
@@ -95,7 +96,36 @@ CASES = {
                       ["overrides matches no variant"]),
     "no set": (FULL + "overrides: [{when: {dtype: bf16}}]\n", "7:13", ["not {when: ..., set: ...}"]),
     "set a choice": (FULL + "overrides: [{when: {dtype: bf16}, set: {causal: true}}]\n", "7:41",
-                     ["unknown key causal", "tile, stages, roles, blocks_per_sm, q_operand"]),
+                     ["unknown key causal", "allowed: tile, stages, roles, blocks_per_sm, q_operand, q_stages, sch"]),
+    "fa3 elsewhere": (FA3.replace("sm_90a", "[sm_90a, sm_80]"), "4:16", [
+        "arch is sm_80 with family fa3, which needs wgmma", "allowed: sm_90a", "nearest: family fa2 for sm_80",
+        "{family: fa3, arch: sm_80}"]),
+    "fa3 on sm_90": (FA3.replace("sm_90a", "sm_90"), "4:7", ["arch is sm_90 with", "nearest: sm_90a"]),
+    "fa2's field": (FA3 + "blocks_per_sm: 2\n", "7:16", [
+        "blocks_per_sm is 2 with family fa3, which has no such field: its blocks are persistent",
+        "allowed: null; blocks_per_sm is a field of fa2", "nearest: null", "when: {family: fa2}"]),
+    "fa2's operand": (FA3 + "q_operand: [null, shared]\n", "7:19", ["q_operand is shared", "reads q from shared"]),
+    "fa3's schedule": (FULL + "schedule: overlap\n", "7:11", ["schedule is overlap with family fa2", "synchronous"]),
+    "fa3's split": (FULL + "split: [false, true]\n", "7:16", [
+        "split is true with family fa2", "one block per query tile", "nearest: false",
+        "`- {family: fa2, split: true}` to exclude"]),
+    "fa3's q_stages": (FULL + "overrides: [{when: {dtype: bf16}, set: {q_stages: 2}}]\n", "7:51", [
+        "q_stages is 2 with family fa2", "one query tile each"]),
+    "schedules": (FA3 + "schedule: ping-pong\n", "7:11", ["overlap, pingpong, or null", "nearest: pingpong"]),
+    "half a warpgroup": (FA3 + "roles: {mma: 6}\n", "7:14", [
+        "roles.mma is 6 with family fa3", "groups of 4", "allowed: 4, 8, 12, 16", "nearest: 4"]),
+    "warpgroups": (FA3 + "roles: {mma: 15}\n", "7:14", ["roles.mma is 15", "nearest: 16"]),
+    "rows of warpgroups": (FA3 + "tile: {n: 64, m: 240}\n", "7:18", [
+        "tile.m is 240 with family fa3", "allowed: 64, 128, 192, 256: 64 rows", "nearest: 256"]),
+    "rows against warps": (FA3 + "roles: {mma: 12}\ntile: {m: 128, n: 64}\n", "8:11", [
+        "tile.m is 128 with family fa3 and roles.mma 12", "allowed: 192", "nearest: 192"]),
+    "turns alone": (FA3 + "schedule: pingpong\nroles: {mma: 4}\n", "7:11", ["none to take turns", "nearest: overlap"]),
+    "split and invariant": (FA3 + "batch_invariant: true\nsplit: [false, true]\n", "8:16", [
+        "split is true together with batch_invariant", "nearest: split: false", "exclude"]),
+    "split and window": (FA3 + "window: [false, true]\nsplit: true\n", "8:8", [
+        "split is true together with window: its tiles see few keys", "`- {window: true, split: true}` to exclude"]),
+    "split and varlen": (FA3 + "kv_layout: varlen\nsplit: true\n", "8:8", [
+        "split is true together with kv_layout: how many", "`- {kv_layout: varlen, split: true}` to exclude"]),
     "set a list": (FULL + "overrides: [{when: {dtype: bf16}, set: {stages: [2, 3]}}]\n", "7:49", ["stages is a list"]),
     "too many": (HEAD.replace("sm_80", f"[{', '.join(TARGETS)}]") + f"head_dim_qk: {list(range(8, 257, 8))}\n"
                  f"head_dim_v: {list(range(8, 257, 8))}\n", "6:1", ["7 (arch) * 32", "= 7168 variants", "4096"]),
@@ -175,7 +205,8 @@ def test_python_mappings_get_paths():
 FIELDS = [row.name for row in rows()]
 KEYS = [*FIELDS, "exclude", "overrides", "when", "set", "m", "n", "mma", "<<", "pass_"]
 SCALARS = (st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates()
-           | st.sampled_from(["bf16", "sm_80", "fwd", "fa2", "dense", 64, 128, 2, "yes", "1:30", "1e-3", 10**300]))
+           | st.sampled_from(["bf16", "sm_80", "fwd", "fa2", "fa3", "sm_90a", "dense", 64, 128, 2, "yes", "1:30",
+                                 "1e-3", 10**300]))
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
     st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=4), max_leaves=12)
 CHANGES = st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), TREES, max_size=4)

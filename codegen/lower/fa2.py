@@ -6,6 +6,7 @@ stays inside a quad of lanes. K and V tiles of BLOCK_N rows pass through a ring 
 from __future__ import annotations
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.lower.common import overridden, size_params, stride_params, tensor_params
 from flashgen.codegen.plan import Constant, Launch, Param, Plan, Role, registers_per_thread_max
 from flashgen.codegen.slots import LAYOUTS, MASKS, SCORES, mask_choice
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
@@ -25,7 +26,7 @@ def lower(spec: Spec, target: Target) -> Plan:
     if not target.features >= {"cp_async", "ldmatrix", "mma_sync"} or row is None:
         raise PlanError(f"no fa2 tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256)")
-    tile = _overridden(spec, row)
+    tile = overridden(spec, row)
     cols_qk, cols_v = round_up(spec.head_dim_qk, 16), round_up(spec.head_dim_v, 16)
     _check_tile(spec, tile, target, cols_qk, cols_v)
     smem = layout_regions((
@@ -47,21 +48,6 @@ def lower(spec: Spec, target: Target) -> Plan:
         register_usage_level=tile.register_usage_level,
         notes=(f"tile: {tile.source}",),
     )
-
-
-def _overridden(spec: Spec, row: TileRow) -> TileRow:
-    """The table's row with the spec's explicit overrides in place."""
-    changes: dict[str, object] = {}
-    if spec.tile is not None:
-        changes |= {"m": spec.tile.m, "n": spec.tile.n}
-    if spec.roles is not None:
-        changes["warps"] = spec.roles.mma
-    for name in ("stages", "blocks_per_sm", "q_operand"):
-        if getattr(spec, name) is not None:
-            changes[name] = getattr(spec, name)
-    if changes:
-        changes["source"] = "overridden in the spec: " + ", ".join(f"{k} {v}" for k, v in changes.items())
-    return TileRow(**{**row.__dict__, **changes})
 
 
 def _check_tile(spec: Spec, tile: TileRow, target: Target, cols_qk: int, cols_v: int) -> None:
@@ -105,27 +91,6 @@ def _constants(spec: Spec, tile: TileRow, cols_qk: int, cols_v: int, target: Tar
 
 
 def _params(spec: Spec, mask: str) -> tuple[Param, ...]:
-    """Pointers and 64-bit strides first, so that the struct has no holes. Strides count elements."""
-    varlen = spec.kv_layout == "varlen"
-    rows_q, rows_kv = ("total_q", "total_kv") if varlen else ("batch, seqlen_q", "batch, seqlen_kv")
-    pointers = [
-        Param("q", "element_ptr", f"[{rows_q}, num_heads_q, head_dim_qk]"),
-        Param("k", "element_ptr", f"[{rows_kv}, num_heads_kv, head_dim_qk]"),
-        Param("v", "element_ptr", f"[{rows_kv}, num_heads_kv, head_dim_v]"),
-        Param("out", "element_out", f"[{rows_q}, num_heads_q, head_dim_v]"),
-    ]
-    if spec.lse:
-        shape = "[num_heads_q, total_q]" if varlen else "[batch, num_heads_q, seqlen_q]"
-        pointers.append(Param("lse", "f32_out", f"{shape}, natural log, contiguous; null: not wanted"))
-    axes = ("row", "head") if varlen else ("batch", "row", "head")
-    strides = [Param(f"{t}_{axis}_stride", "i64", "elements") for t in ("q", "k", "v", "out") for axis in axes]
-    sizes = [
-        Param("batch", "i32", "sequences"),
-        Param("seqlen_q", "i32", "total_q" if varlen else "queries per sequence"),
-        Param("seqlen_kv", "i32", "total_kv" if varlen else "keys per sequence"),
-        Param("num_heads_q", "i32", "query heads"),
-        Param("heads_per_kv_head", "i32", "num_heads_q / num_heads_kv"),
-        Param("m_tiles", "i32", "query tiles per head" if varlen else "query tiles per head and sequence"),
-        Param("scale_log2", "f32", "softmax_scale * log2(e)"),
-    ]
-    return (*pointers, *LAYOUTS[spec.kv_layout], *strides, *sizes, *SCORES[spec.score], *MASKS[mask].params)
+    """Pointers and 64-bit strides first, so that the struct has no holes."""
+    return (*tensor_params(spec), *LAYOUTS[spec.kv_layout], *stride_params(spec), *size_params(spec),
+            *SCORES[spec.score], *MASKS[mask].params)

@@ -26,7 +26,17 @@ def explain(spec: SpecArgument, arch: Archs = None, variant: Variants = None, pr
     specs = select([spec], arch, variant)
     chosen = typical(specs)
     explanation = explain_spec(chosen, registers=_registers(chosen), variants=len(specs), **parse_shape(problem))
-    return Output(explanation.to_json(), [str(explanation)])
+    return Output(explanation.to_json(), [f"{explanation}\nlook-up\n  {_served(chosen)}"])
+
+
+def _served(spec: Spec) -> str:
+    """Which kernel flashgen.attention takes for calls that this one serves, and why not one of a faster family."""
+    from flashgen.codegen.target import TARGETS
+    from flashgen.runtime.lookup import Wanted, why
+
+    wanted = Wanted(spec.dtype, spec.head_dim_qk, spec.head_dim_v, spec.causal, spec.window, spec.kv_layout, spec.lse,
+                    split=spec.split)
+    return f"such calls on compute capability {TARGETS[spec.arch].cc / 10:.1f} get {why(wanted, TARGETS[spec.arch].cc)}"
 
 
 def _registers(spec: Spec) -> int | None:

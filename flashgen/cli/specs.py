@@ -32,13 +32,13 @@ def list_(spec: Annotated[str | None, typer.Argument(metavar="[SPEC]", help="Lis
     rows: list[dict[str, Any]] = []
     for path in shipped_spec_paths():
         specs = load_specs(path).specs
-        first = specs[0]
-        rows.append({"file": path.name, "name": path.stem, "family": first.family, "pass": first.pass_,
+        rows.append({"file": path.name, "name": path.stem, "families": _unique(s.family for s in specs),
+                     "pass": specs[0].pass_,
                      "variants": len(specs), "archs": _unique(s.arch for s in specs),
                      "head_dims": [list(d) for d in _unique((s.head_dim_qk, s.head_dim_v) for s in specs)],
                      "dtypes": _unique(s.dtype for s in specs)})
     table = Table(("file", "family", ">variants", "archs", "head dims", "dtypes"),
-                  [(r["file"], f"{r['family']} {r['pass']}", r["variants"], " ".join(r["archs"]),
+                  [(r["file"], f"{' '.join(r['families'])} {r['pass']}", r["variants"], " ".join(r["archs"]),
                     " ".join(str(qk) if qk == v else f"({qk}, {v})" for qk, v in r["head_dims"]),
                     " ".join(r["dtypes"])) for r in rows])
     return Output(rows, [table, "\nflashgen list NAME lists the variants of one; flashgen explain NAME describes one."])

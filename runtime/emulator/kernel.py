@@ -30,12 +30,15 @@ from flashgen.runtime.emulator.costs import costs
 from flashgen.runtime.emulator.report import TensorView, fault_error, site
 from flashgen.runtime.emulator.schedule import collect, current_schedule
 from flashgen.runtime.emulator.toolchain import compile_kernel
-from flashgen.runtime.kernel import pack_params, pointer_names
+from flashgen.runtime.kernel import pack_params
+from flashgen.runtime.tensor_map import MapShape, map_shapes
+from flashgen.runtime.values import counter_words, pointer_names
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 REGISTERS_PER_SM = 65536
+NUM_SMS = 4   # that a persistent grid is sized for: so few that blocks get several tiles and a last round is ragged
 SLOW_S = 2.0  # after this a launch shows its progress
 _local = threading.local()
 
@@ -121,12 +124,31 @@ def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument
     return statistics
 
 
+@contextmanager
+def emulated_sms(count: int) -> Iterator[None]:
+    """Calls in this context size persistent grids for `count` SMs."""
+    before = _num_sms()
+    _local.num_sms = count
+    try:
+        yield
+    finally:
+        _local.num_sms = before
+
+
+def _num_sms() -> int:
+    return getattr(_local, "num_sms", NUM_SMS)
+
+
 class EmulatedKernel:
     """A plan's text compiled for this machine."""
 
     def __init__(self, plan: Plan, source: Source) -> None:
         """CompileError, or EnvironmentError_ without a C++ compiler."""
         self.plan, self.path = plan, compile_kernel(source)
+
+    @property
+    def num_sms(self) -> int:
+        return _num_sms()
 
     def launcher(self, values: Mapping[str, int | float]) -> EmulatedLauncher:
         return EmulatedLauncher(self, values)
@@ -136,19 +158,46 @@ class EmulatedLauncher:
     """One kernel with all arguments but its tensors fixed."""
 
     def __init__(self, kernel: EmulatedKernel, values: Mapping[str, int | float]) -> None:
-        self._kernel, self._packed = kernel, pack_params(kernel.plan, values)
-        names, offsets = pointer_names(kernel.plan), params_layout(kernel.plan.params)[1]
-        self._pointers = [(p.name, offsets[p.name], p.ctype.endswith("_out"))
-                          for p in kernel.plan.params if p.name in names]
-        shape = kernel.plan.launch
-        self._shape = LaunchShape((int(values["grid_x"]), 1, 1), shape.threads, shape.smem_bytes,
-                                  min_blocks_per_sm=shape.min_blocks_per_sm)
+        plan = kernel.plan
+        self._kernel, self._packed, self._num_sms = kernel, pack_params(plan, values), kernel.num_sms
+        self._offsets, self._ctypes = params_layout(plan.params)[1], {p.name: p.ctype for p in plan.params}
+        self._maps, self._partials_floats = map_shapes(plan, values), int(values.get("partials_floats", 0))
+        self._shape = LaunchShape((int(values["grid_x"]), 1, 1), plan.launch.threads, plan.launch.smem_bytes,
+                                  min_blocks_per_sm=plan.launch.min_blocks_per_sm)
 
     def __call__(self, **tensors: Tensor | None) -> Statistics:
-        """Run it on CPU tensors, named as the plan's pointers; None or none is a null pointer. Raises as `launch`."""
-        arguments = [Argument(name, tensor, offset, written, initialised=not written)
-                     for name, offset, written in self._pointers if (tensor := tensors.get(name)) is not None]
-        return launch(self._kernel.plan, self._kernel.path, self._packed, arguments, self._shape)
+        """Run it on CPU tensors, named as the plan's pointers; None or none is a null pointer. Raises as `launch`.
+
+        `counters` and `partials` are made here; VerifyError if the kernel leaves a counter that is not zero.
+        """
+        import torch
+
+        plan = self._kernel.plan
+        names = pointer_names(plan)
+        if "counters" in names:
+            tensors["counters"] = torch.zeros(counter_words(self._num_sms), dtype=torch.int32)
+        if "partials" in names and self._partials_floats:
+            tensors["partials"] = torch.empty(self._partials_floats, dtype=torch.float32)
+        arguments = [self._argument(name, tensor) for name in names if (tensor := tensors.get(name)) is not None]
+        places = [self._place(row, [argument.name for argument in arguments]) for row in self._maps]
+        statistics = launch(plan, self._kernel.path, self._packed, arguments, self._shape, places)
+        left = tensors.get("counters")
+        if left is not None and left.any():
+            word = int(left.nonzero()[0])
+            raise VerifyError(f"the kernel leaves counter {word} of {len(left)} at {int(left[word])}",
+                              where=plan.kernel_name, allowed="all zero, as the next launch on the stream expects them",
+                              details=f"  replay: {current_schedule()}")
+        return statistics
+
+    def _argument(self, name: str, tensor: Tensor) -> Argument:
+        written = self._ctypes[name].endswith("_out")
+        return Argument(name, tensor, self._offsets[name], written, initialised=not written or name == "counters")
+
+    def _place(self, row: MapShape, buffers: list[str]) -> TensorMapPlace:
+        # As on a device: an empty tensor's map gets the memory of the first one, and nothing is read through it.
+        buffer = buffers.index(self._maps[0].tensor if row.empty else row.tensor)
+        return TensorMapPlace(self._offsets[row.name], buffer, row.element_bytes, False, row.swizzle_bytes, row.dims,
+                              row.strides, row.box)
 
 
 def _places(arguments: Sequence[Argument]) -> tuple[list[BufferPlace], int]:

@@ -114,13 +114,18 @@ class Timeline:
         return above[-1] if above else ""
 
 
-def spans(statistics: Statistics, warps: int) -> list[Span]:
+def _line(frames: tuple[tuple[str, str, int], ...], has_roles: bool) -> int:
+    """Of the kernel's body. Where it only hands out roles, of the function that is a role's body."""
+    inside = has_roles and len(frames) > 1 and frames[-2][1] == frames[-1][1]
+    return frames[-2 if inside else -1][2] if frames else 0
+
+
+def spans(statistics: Statistics, warps: int, has_roles: bool = False) -> list[Span]:
     """The events of a trace, joined where a row stays on one line of the kernel; waits stay apart."""
     found: list[Span] = []
     last: dict[tuple[int, int], int] = {}  # where the row's open span is; in flight, each line has its own
     for row, kind, pc, begin, end in sorted(statistics.trace, key=lambda event: (event[0], event[3])):
-        frames = site(statistics.kernel, pc).frames
-        line = frames[-1][2] if frames else 0
+        line = _line(site(statistics.kernel, pc).frames, has_roles)
         key = (row, 0 if row < warps else line)
         old = found[last[key]] if key in last else None
         if old is None or (old.line != line or (old.kind == WAITS) != (kind == WAITS) if row < warps
@@ -149,7 +154,7 @@ def timeline(spec: Spec, sizes: dict[str, Any] | None = None, block: int = 0) ->
     with torch.no_grad(), scheduled(Schedule("eager", resident=1, traced_block=block)), collecting() as rows:
         flashgen.attention(inputs.q, inputs.k, inputs.v, **inputs.keywords, spec=spec)
     plan = lower(spec)
-    found = spans(rows[0], plan.launch.threads // WARP_SIZE) if rows else []
+    found = spans(rows[0], plan.launch.threads // WARP_SIZE, len(plan.roles) > 1) if rows else []
     if not found:
         raise UnsupportedError(f"block {block} does nothing", where="--block", allowed="a block with work to do",
                                nearest="--block 0")

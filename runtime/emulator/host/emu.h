@@ -22,6 +22,8 @@ uint32_t smem_addr(const void* pointer);
 // warp.cuh
 float shfl_xor(float x, int lane_mask);
 uint32_t ballot(bool x);
+float from_lane(float x, int lane);
+void sync_warp();
 bool sync_block(bool x);  // whether any thread of the block brought true
 
 // mma_sync.cuh, ldmatrix.cuh, convert.cuh
@@ -30,6 +32,7 @@ void mma_m16n8k16(Type type, float* d, const uint32_t* a, uint32_t b0, uint32_t 
 void ldmatrix_x4(uint32_t* r, const void* row, bool transposed);
 uint32_t pack2(Type type, float lo, float hi);
 float to_float(Type type, uint16_t bits);
+uint32_t fma2(Type type, uint32_t a, uint32_t b, uint32_t c);
 float exp2_ftz(float x);
 float log2_ftz(float x);
 

@@ -29,6 +29,21 @@ uint32_t round_off(uint32_t value, uint32_t shift) {
 
 float flush(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
 
+// a * b + c of 16-bit elements, rounded to odd: the next rounding, to fewer bits, is then that of the exact sum.
+float fma_to_odd(float a, float b, float c) {
+  const double product = static_cast<double>(a) * b;  // exact
+  double sum = product + c;
+  if (!std::isfinite(sum)) return static_cast<float>(sum);
+  const double added = sum - product, lost = (product - (sum - added)) + (c - added);
+  uint64_t bits;
+  memcpy(&bits, &sum, 8);
+  if (lost != 0 && bits % 2 == 0) sum = std::nextafter(sum, lost > 0 ? INFINITY : -INFINITY);
+  const float nearest = static_cast<float>(sum);
+  if (static_cast<double>(nearest) == sum) return nearest;
+  const bool beyond = std::fabs(static_cast<double>(nearest)) > std::fabs(sum);
+  return from_bits((beyond ? bits_of(nearest) - 1 : bits_of(nearest)) | 1);
+}
+
 constexpr uint16_t CANONICAL_NAN = 0x7fff;
 
 }  // namespace
@@ -64,6 +79,11 @@ uint16_t from_float(Type type, float x) {
 
 uint32_t pack2(Type type, float lo, float hi) {
   return from_float(type, lo) | static_cast<uint32_t>(from_float(type, hi)) << 16;
+}
+
+uint32_t fma2(Type type, uint32_t a, uint32_t b, uint32_t c) {
+  const auto half = [=](uint32_t pair, int shift) { return to_float(type, static_cast<uint16_t>(pair >> shift)); };
+  return pack2(type, fma_to_odd(half(a, 0), half(b, 0), half(c, 0)), fma_to_odd(half(a, 16), half(b, 16), half(c, 16)));
 }
 
 float exp2_ftz(float x) {

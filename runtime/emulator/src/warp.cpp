@@ -1,4 +1,4 @@
-// Warp collectives: shuffle, vote, ldmatrix. None orders memory between lanes.
+// Warp collectives: shuffle, vote, ldmatrix, which order no memory between lanes, and the one that does.
 #include <cstring>
 
 #include "memory.h"
@@ -32,6 +32,29 @@ void execute_vote(Warp& warp) {
     result |= static_cast<uint32_t>(static_cast<Vote*>(warp.arguments[lane])->value) << lane;
   }
   for (void* lane : warp.arguments) static_cast<Vote*>(lane)->result = result;
+}
+
+struct FromLane {
+  float value, result;
+  int source;
+};
+
+void execute_from_lane(Warp& warp) {
+  for (void* lane : warp.arguments) {
+    auto* const mine = static_cast<FromLane*>(lane);
+    mine->result = static_cast<FromLane*>(warp.arguments[mine->source % WARP_SIZE])->value;
+  }
+}
+
+// As __syncwarp: the one collective here that orders memory between lanes.
+void execute_sync(Warp& warp) {
+  VectorClock joined;
+  joined.reset(warp.lanes[0]->clock.seen.size());
+  for (Fiber* lane : warp.lanes) {
+    joined.join(lane->clock);
+    lane->release();
+  }
+  for (Fiber* lane : warp.lanes) lane->clock.join(joined);
 }
 
 struct MatrixLoad {
@@ -112,6 +135,18 @@ uint32_t ballot(bool x) {
   Vote vote{x, 0};
   meet(fiber, execute_vote, &vote);
   return vote.result;
+}
+
+float from_lane(float x, int lane) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  FromLane exchange{x, 0.0f, lane};
+  meet(fiber, execute_from_lane, &exchange);
+  return exchange.result;
+}
+
+void sync_warp() {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  meet(fiber, execute_sync, nullptr);
 }
 
 void ldmatrix_x4(uint32_t* r, const void* row, bool transposed) {

@@ -5,8 +5,8 @@
 #include "flashgen/tile.cuh"
 
 // Divides o by the row sums. A row that saw no key has sum 0 and o 0: it stays exactly 0.
-template <int M, int V>
-FG_DEVICE void normalise(float (&o)[M][V][4], RowState<M>& rows) {
+template <class Rows, int M, int V>
+FG_DEVICE void normalise(float (&o)[M][V][4], Rows& rows) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -22,8 +22,9 @@ FG_DEVICE void normalise(float (&o)[M][V][4], RowState<M>& rows) {
 }
 
 // Natural log of the sum of exp(scores); -inf where the row saw no key. `row` is that of s[0][0][0] in the tile.
-template <int M>
-FG_DEVICE void write_lse(float* lse, int row, int valid_rows, const RowState<M>& rows, float scale_log2) {
+template <class Rows>
+FG_DEVICE void write_lse(float* lse, int row, int valid_rows, const Rows& rows, float scale_log2) {
+  constexpr int M = sizeof(rows.sum) / sizeof(rows.sum[0]);
   constexpr float LN_2 = 0.69314718055994531f;
   if (threadIdx.x % 4 != 0) return;  // one lane of the quad
 #pragma unroll
@@ -32,7 +33,7 @@ FG_DEVICE void write_lse(float* lse, int row, int valid_rows, const RowState<M>&
     for (int h = 0; h < 2; ++h) {
       const int r = row + 16 * m + 8 * h;
       const float sum = rows.sum[m][h];
-      const float value = sum == 0.0f ? -INFINITY : (rows.max[m][h] * scale_log2 + log2_approx(sum)) * LN_2;
+      const float value = sum == 0.0f ? -INFINITY : (rows.reference_log2(m, h, scale_log2) + log2_approx(sum)) * LN_2;
       if (r < valid_rows) lse[r] = value;
     }
 }

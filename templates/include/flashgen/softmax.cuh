@@ -23,6 +23,7 @@ struct RowState {
         sum[m][h] = 0.0f;
       }
   }
+  FG_DEVICE float reference_log2(int m, int h, float scale_log2) const { return max[m][h] * scale_log2; }
 };
 
 FG_DEVICE float quad_max(float x) {

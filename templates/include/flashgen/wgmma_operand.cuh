@@ -31,3 +31,9 @@ FG_DEVICE uint64_t wgmma_descriptor(const void* tile, Swizzle swizzle, uint32_t 
 
 // The descriptor of the operand `bytes` further on, within shared memory.
 FG_DEVICE uint64_t wgmma_descriptor_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+// ... or `count` times BYTES further on, for a count known only at run time.
+template <int BYTES>
+FG_DEVICE uint64_t wgmma_descriptor_advance(uint64_t descriptor, int count) {
+  static_assert(BYTES % 16 == 0, "addresses in a descriptor count 16 bytes");
+  return descriptor + (uint32_t)(count * (BYTES / 16));
+}

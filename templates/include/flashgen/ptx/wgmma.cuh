@@ -11,6 +11,7 @@
 // Pins a register: what was computed into it happens before, what is read from it after.
 FG_DEVICE void tie_registers(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 FG_DEVICE void tie_registers(uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
+FG_DEVICE void tie_registers(uint64_t& x) { asm volatile("" : "+l"(x)::"memory"); }
 template <class T, int N>
 FG_DEVICE void tie_registers(T (&registers)[N]) {
 #pragma unroll

@@ -5,6 +5,7 @@
 // Nothing to pin: arrays that were passed to the emulator live in memory.
 FG_DEVICE void tie_registers(float& x) {}
 FG_DEVICE void tie_registers(uint32_t& x) {}
+FG_DEVICE void tie_registers(uint64_t& x) {}
 template <class T, int N>
 FG_DEVICE void tie_registers(T (&registers)[N]) {}
 

@@ -1,0 +1,202 @@
+"""Lowers the fa3 family: FlashAttention-3 (Shah et al. 2024) on the copy engine, wgmma and mbarriers; sm_90a.
+
+A persistent block has a warpgroup of copy warps and one to three warpgroups that multiply, each with 64 rows of the
+query tile. Keys and values pass through rings of NUM_STAGES stages; each warpgroup has Q_STAGES query stages.
+"""
+from __future__ import annotations
+
+from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.lower.common import overridden, size_params, stride_params, tensor_params
+from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
+from flashgen.codegen.slots import LAYOUTS, MASKS, ORDERS, SCORES, mask_choice
+from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
+from flashgen.codegen.spec import Spec
+from flashgen.codegen.target import Target
+from flashgen.codegen.tiles import TileRow, find_tile
+from flashgen.codegen.warpgroup import (
+    MAX_WARPGROUPS,
+    WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
+    WARPGROUP_WARPS,
+    register_need,
+)
+from flashgen.codegen.wgmma import WgmmaShape
+from flashgen.errors import PlanError
+
+# Registers per thread by number of mma warpgroups: (load, mma). A block has 64 Ki; setmaxnreg moves them in steps of 8.
+# The load warps decode tiles and keep three rings, which takes about 32.
+REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
+ALL_REGISTERS = 255       # of a thread: what each has from the start where only one warpgroup multiplies
+WARP_ROWS = 16            # of an accumulator of wgmma
+OUT_STAGES = 2            # panels of the output that a warp has under way
+WORK_STAGES = 2           # query tiles announced ahead: the one at work, and the one whose loads run
+TICKET_LEAD = 3           # hides the answer of a device-wide counter; more would hand out tiles too early
+ASSIGNMENT_BYTES = 40     # of one announcement, at most, and for each warpgroup
+KV_TILES_BYTES = 20
+
+
+def lower(spec: Spec, target: Target) -> Plan:
+    mask = mask_choice(spec.causal, spec.window)
+    row = find_tile("fa3", target.name, mask, spec.head_dim_qk, spec.head_dim_v, spec.split)
+    if not target.features >= {"tma", "wgmma"} or row is None:
+        raise PlanError(f"no fa3 tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
+                        where=spec.variant, allowed="head dims up to (256, 256) on sm_90a", nearest="family fa2")
+    tile = overridden(spec, row)
+    _check_tile(spec, tile)
+    groups, varlen = tile.m // WARPGROUP_ROWS, spec.kv_layout == "varlen"
+    load_registers, mma_registers = REGISTERS.get(groups, (None, None))
+    split = spec.split
+    pingpong = (spec.schedule or tile.schedule) == "pingpong" and groups > 1
+    order = "tickets" if varlen else "in_order" if mask == "full" else "longest_first"
+    barriers = _barriers(tile, groups)
+    out_stages = _out_stages(spec, tile)
+    smem = _smem(spec, tile, groups, split, out_stages, barriers)
+    return Plan(
+        variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
+        template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
+        constants=_constants(spec, tile, groups, split, pingpong, out_stages),
+        slots=(("layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("score", spec.score), ("mask", mask),
+               ("order", order)),
+        flags=(("lse", spec.lse), ("split", split), ("whole", not split), ("tickets", order != "in_order"),
+               ("pingpong", pingpong), ("out_over_queries", not out_stages), ("out_apart", bool(out_stages)),
+               ("rows_end_inside", varlen), ("moves_registers", groups in REGISTERS),
+               # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
+               ("poisonable", varlen or mask != "full")),
+        params=_params(spec, mask, order, split), smem=smem,
+        roles=(Role("load", WARPGROUP_WARPS, load_registers),
+               Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
+        launch=Launch(WARPGROUP_THREADS * (groups + 1), 1, smem[-1].offset_bytes + smem[-1].size_bytes,
+                      "x = one block per SM, or per unit of work where those are fewer"),
+        tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
+        register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
+    )
+
+
+def _check_tile(spec: Spec, tile: TileRow) -> None:
+    def refuse(what: str, allowed: str, nearest: str = "") -> None:
+        raise PlanError(what, where=f"{spec.variant}.{spec.arch}", allowed=allowed, nearest=nearest)
+
+    groups = tile.m // WARPGROUP_ROWS
+    if tile.m != WARPGROUP_ROWS * groups or tile.warps != WARPGROUP_WARPS * groups or not 1 <= groups <= MAX_WARPGROUPS:
+        refuse(f"tile.m {tile.m} with {tile.warps} mma warps", "64, 128, 192 or 256 rows, with 4 warps for every 64")
+    if tile.n % 16:
+        refuse(f"tile.n {tile.n} is not a multiple of 16", "multiples of 16 (one k-step of the value product)")
+    need = register_need(tile.n, round_up(spec.head_dim_v, 16))
+    limit = REGISTERS[groups][1] if groups in REGISTERS else ALL_REGISTERS
+    if need.total > limit:
+        refuse(f"needs at least {need} registers per mma thread", f"{limit} with {groups} mma warpgroups",
+               "a smaller tile.n, or fewer warpgroups")
+
+
+def _barriers(tile: TileRow, groups: int) -> tuple[Barrier, ...]:
+    mma_warps, q_stages = WARPGROUP_WARPS * groups, tile.q_stages * groups
+    return (
+        Barrier("K_FULL", tile.stages, 1, "a tile of keys has landed"),
+        Barrier("K_EMPTY", tile.stages, mma_warps, "every mma warp is done with it"),
+        Barrier("V_FULL", tile.stages, 1, "a tile of values has landed"),
+        Barrier("V_EMPTY", tile.stages, mma_warps, "every mma warp is done with it"),
+        Barrier("Q_FULL", q_stages, 1, "the queries of a warpgroup have landed; [warpgroup][stage]"),
+        Barrier("Q_EMPTY", q_stages, WARPGROUP_WARPS, "every warp of it is done with them; [warpgroup][stage]"),
+        Barrier("WORK_FULL", WORK_STAGES, 1, "the next query tile is announced"),
+        Barrier("WORK_EMPTY", WORK_STAGES, mma_warps + 1, "every mma warp and the query warp have read it"),
+    )
+
+
+def _smem(spec: Spec, tile: TileRow, groups: int, split: bool, out_stages: int,
+          barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
+    q_stages = tile.q_stages * groups
+    return layout_regions((
+        ("Q", q_stages * tile_bytes(WARPGROUP_ROWS, spec.head_dim_qk),
+         f"[{groups} warpgroups][{tile.q_stages} stages] of 64 queries"),
+        ("K", tile.stages * tile_bytes(tile.n, spec.head_dim_qk), f"{tile.stages} stages of {tile.n} keys"),
+        ("V", tile.stages * tile_bytes(tile.n, spec.head_dim_v), f"{tile.stages} stages of {tile.n} values"),
+        *((("OUT", WARPGROUP_WARPS * groups * out_stages * WARP_ROWS * 2 * _panel_cols(spec.head_dim_v),
+            f"[{WARPGROUP_WARPS * groups} warps][{out_stages} panels] of {WARP_ROWS} rows of the output"),)
+          if out_stages else ()),
+        ("WORK", WORK_STAGES * (ASSIGNMENT_BYTES + groups * KV_TILES_BYTES),
+         f"{WORK_STAGES} announcements of query tiles"),
+        *((("SAID", 16, "a word per warpgroup: whether it was the last to write its part of a split tile"),)
+          if split else ()),
+        ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
+    ))
+
+
+def _panel_cols(head_dim: int) -> int:
+    """TileShape's: panels of 64 columns, or of 32 where the head dim asks for it."""
+    return 64 if smem_cols(head_dim) % 64 == 0 else 32
+
+
+def _out_stages(spec: Spec, tile: TileRow) -> int:
+    """Panels of shared memory that each warp has for its output. 0: it goes where its queries were, which is possible
+    when they are as wide, and the next ones have a stage of their own."""
+    fits = (tile.q_stages > 1 and _panel_cols(spec.head_dim_qk) == _panel_cols(spec.head_dim_v)
+            and smem_cols(spec.head_dim_v) <= smem_cols(spec.head_dim_qk))
+    return 0 if fits else OUT_STAGES
+
+
+def _tensor_maps(spec: Spec, tile: TileRow) -> tuple[TensorMap, ...]:
+    return tuple(TensorMap(f"{name}_map", name, _panel_cols(dim), rows, 2 * _panel_cols(dim)) for name, dim, rows in (
+        ("q", spec.head_dim_qk, WARPGROUP_ROWS), ("k", spec.head_dim_qk, tile.n), ("v", spec.head_dim_v, tile.n),
+        ("out", spec.head_dim_v, WARP_ROWS)))
+
+
+def _wgmma_shapes(spec: Spec, tile: TileRow) -> tuple[WgmmaShape, ...]:
+    element = DTYPES[spec.dtype].element
+    return (WgmmaShape(element, tile.n, "shared", "K_MAJOR", "K_MAJOR"),
+            WgmmaShape(element, round_up(spec.head_dim_v, 16), "registers", "K_MAJOR", "MN_MAJOR"))
+
+
+def _constants(spec: Spec, tile: TileRow, groups: int, split: bool, pingpong: bool, out_stages: int
+               ) -> tuple[Constant, ...]:
+    cols_v = round_up(spec.head_dim_v, 16)
+    constants = [
+        Constant("WARPGROUPS", groups, "that multiply"),
+        Constant("BLOCK_M", tile.m, "query rows per block: 64 for each of them"),
+        Constant("BLOCK_N", tile.n, "keys per tile"),
+        Constant("NUM_STAGES", tile.stages, "K tiles, and V tiles, in shared memory"),
+        Constant("Q_STAGES", tile.q_stages, "query tiles of each warpgroup"),
+        Constant("WORK_STAGES", WORK_STAGES, "query tiles announced ahead"),
+        Constant("TICKET_LEAD", TICKET_LEAD, "key tiles left to load when a block asks for its next unit"),
+        Constant("NUM_THREADS", WARPGROUP_THREADS * (groups + 1), "with the warpgroup of copy warps"),
+        Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
+        Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and out in device memory"),
+        Constant("MMA_COLS_QK", round_up(spec.head_dim_qk, 16), "columns the score product runs over, surplus zero"),
+        Constant("MMA_COLS_V", cols_v, "columns of the output fragments, likewise"),
+        Constant("SMEM_COLS_QK", smem_cols(spec.head_dim_qk), "columns stored of q and k: whole panels, surplus zero"),
+        Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v, likewise"),
+    ]
+    panels = smem_cols(spec.head_dim_v) // _panel_cols(spec.head_dim_v)
+    constants += [
+        Constant("OUT_STAGES", out_stages or panels, "panels of 16 rows of output that a warp has room for"),
+        Constant("STORED_ROWS", WARP_ROWS if spec.kv_layout == "varlen" else 1,
+                 "of a warp's 16 that must exist for a box to take them: it ends where the tensor does"),
+    ]
+    if groups in REGISTERS:
+        load_registers, mma_registers = REGISTERS[groups]
+        constants += [
+            Constant("LOAD_REGISTERS", load_registers, "per thread that copies"),
+            Constant("MMA_REGISTERS", mma_registers, "per thread that multiplies: what the others leave of 64 Ki"),
+        ]
+    if pingpong:
+        constants.append(Constant("TURN_BARRIER", 1, "first of the named barriers for turns, one per warpgroup"))
+    if split:
+        constants += [
+            Constant("PART_BARRIER", 1 + groups, "first of the named barriers around a part's arrival, likewise"),
+            Constant("PARTIAL_FLOATS", groups * (cols_v // 2 + 4) * WARPGROUP_THREADS,
+                     "one part: output, reference and sum of every mma thread"),
+        ]
+    return tuple(constants)
+
+
+def _params(spec: Spec, mask: str, order: str, split: bool) -> tuple[Param, ...]:
+    """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
+    maps = [Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]")
+            for name in ("q", "k", "v", "out")]
+    pointers = [*tensor_params(spec), *LAYOUTS[spec.kv_layout],
+                Param("counters", "i32_out", "tickets and arrivals, zero between launches")]
+    sizes = [*size_params(spec), Param("num_tiles", "i32", "query tiles, over all heads and sequences")]
+    if split:
+        pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][splits] parts of PARTIAL_FLOATS"))
+        sizes += [Param("full_tiles", "i32", "the first of them, which are not split"),
+                  Param("splits", "i32", "parts of each of the others")]
+    return (*maps, *pointers, *stride_params(spec), *sizes, *ORDERS[order], *SCORES[spec.score], *MASKS[mask].params)

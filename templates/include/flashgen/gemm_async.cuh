@@ -1,0 +1,78 @@
+// The two products of attention on wgmma, for one warpgroup. Tiles are TileShapes, which the copy engine fills: what it
+// swizzles at 128 or 64 bytes is TileShape's own swizzle. Fragments are those of mma.sync with M = 1: s[0][n][2 * h + i]
+// is row lane / 4 + 8 * h of the warp's 16, column 8 * n + 2 * (lane % 4) + i.
+#pragma once
+#include "flashgen/ptx/convert.cuh"
+#include "flashgen/ptx/wgmma_shapes.cuh"
+#include "flashgen/tile.cuh"
+
+constexpr int K_STEP = 16;  // elements of the contracted dimension that one wgmma takes
+
+// Descriptors and steps of a tile as an operand whose contracted dimension runs along its columns (queries, keys)...
+template <class Tile>
+struct AlongColumns {
+  static constexpr Swizzle SWIZZLE = Tile::PANEL_CHUNKS == 8 ? SWIZZLE_128B : SWIZZLE_64B;
+  static constexpr int PANEL_COLS = Tile::PANEL_CHUNKS * ELEMENTS_PER_CHUNK;
+  FG_DEVICE static uint64_t descriptor(const void* tile) {
+    return wgmma_descriptor(tile, SWIZZLE, CHUNK_BYTES, 8 * Tile::ROW_BYTES);
+  }
+  FG_DEVICE static uint64_t step(uint64_t descriptor, int k) {
+    return wgmma_descriptor_advance(
+        descriptor, K_STEP * k / PANEL_COLS * Tile::PANEL_BYTES + K_STEP * k % PANEL_COLS * (Tile::ROW_BYTES / PANEL_COLS));
+  }
+};
+
+// ... or along its rows (values).
+template <class Tile>
+struct AlongRows {
+  FG_DEVICE static uint64_t descriptor(const void* tile) {
+    return wgmma_descriptor(tile, AlongColumns<Tile>::SWIZZLE, Tile::PANEL_BYTES, 8 * Tile::ROW_BYTES);
+  }
+  FG_DEVICE static uint64_t step(uint64_t descriptor, int k) {
+    return wgmma_descriptor_advance(descriptor, K_STEP * k * Tile::ROW_BYTES);
+  }
+};
+
+// The fragments as the flat list of registers that wgmma takes.
+template <int N>
+FG_DEVICE float (&registers_of(float (&fragments)[1][N][4]))[4 * N] {
+  return reinterpret_cast<float(&)[4 * N]>(fragments);
+}
+
+template <int N>
+FG_DEVICE void fill_zero(float (&fragments)[1][N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fragments[0][n][i] = 0.0f;
+}
+
+// Starts s = q k^T over K_STEPS * 16 columns, as one group.
+template <class QueryTile, class KeyTile, int K_STEPS, class Element, int N>
+FG_DEVICE void issue_scores(float (&s)[1][N][4], uint64_t q, uint64_t k) {
+  wgmma_fence(registers_of(s));
+#pragma unroll
+  for (int i = 0; i < K_STEPS; ++i)
+    wgmma_ss<8 * N, K_MAJOR, K_MAJOR>(Element{}, registers_of(s), AlongColumns<QueryTile>::step(q, i),
+                                      AlongColumns<KeyTile>::step(k, i), i > 0);
+  wgmma_commit();
+}
+
+// Starts o += p v, as one group.
+template <class ValueTile, class Element, int V, int K_STEPS>
+FG_DEVICE void issue_values(float (&o)[1][V][4], uint32_t (&p)[K_STEPS][4], uint64_t v) {
+  wgmma_fence(registers_of(o), p);
+#pragma unroll
+  for (int i = 0; i < K_STEPS; ++i)
+    wgmma_rs<8 * V, MN_MAJOR>(Element{}, registers_of(o), p[i], AlongRows<ValueTile>::step(v, i), 1);
+  wgmma_commit();
+}
+
+// Rounds the weights to elements: the accumulator fragments of 16 keys are the operand fragment of one k-step.
+template <class Element, int N>
+FG_DEVICE void pack_weights(uint32_t (&p)[N / 2][4], const float (&s)[1][N][4]) {
+#pragma unroll
+  for (int k = 0; k < N / 2; ++k)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) p[k][r] = pack2(Element{}, s[0][2 * k + r / 2][2 * (r % 2)], s[0][2 * k + r / 2][2 * (r % 2) + 1]);
+}

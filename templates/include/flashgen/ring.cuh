@@ -1,0 +1,38 @@
+// A place in a ring of stages that one party fills and another empties, each stage with an mbarrier for either.
+#pragma once
+#include "flashgen/ptx/mbarrier.cuh"
+#include "flashgen/ptx/tma.cuh"
+#include "flashgen/ptx/warp.cuh"
+
+template <int STAGES>
+struct Ring {
+  int stage = 0;
+  uint32_t round = 0;  // parity of the round: `full` of the first round ends phase 0
+
+  FG_DEVICE void advance() {
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    round ^= stage == 0;
+  }
+  FG_DEVICE void wait_full(uint64_t* full) const { mbarrier_wait_parity(full + stage, round); }
+  // Of a fresh barrier the phase before the first has ended, so the first round does not wait.
+  FG_DEVICE void wait_empty(uint64_t* empty) const { mbarrier_wait_parity(empty + stage, round ^ 1); }
+};
+
+// A struct of 32-bit words from shared memory, known to be the same in the whole warp.
+template <class T>
+FG_DEVICE T uniform_copy(const T& shared) {
+  T copy;
+#pragma unroll
+  for (int i = 0; i < (int)(sizeof(T) / 4); ++i)
+    reinterpret_cast<int*>(&copy)[i] = first_lane(reinterpret_cast<const int*>(&shared)[i]);
+  return copy;
+}
+
+// A tile (a TileShape) of rows of one head, panel by panel; `full` gets the bytes of all panels.
+template <class Tile>
+FG_DEVICE void load_panels(unsigned char* tile, const TensorMap* map, uint64_t* full, int row, int head, int batch,
+                           CachePolicy policy) {
+#pragma unroll
+  for (int chunk = 0; chunk < Tile::CHUNKS; chunk += Tile::PANEL_CHUNKS)
+    tma_load_4d(tile + Tile::step(0, chunk), map, full, chunk * ELEMENTS_PER_CHUNK, row, head, batch, policy);
+}

@@ -1,0 +1,76 @@
+// The output of a warp's 16 rows, from fragments to device memory. w[n][h] holds columns 8 * n + 2 * (lane % 4) and the
+// next of row lane / 4 + 8 * h, rounded to elements.
+#pragma once
+#include "flashgen/ptx/bulk.cuh"
+#include "flashgen/ptx/convert.cuh"
+#include "flashgen/ptx/fence.cuh"
+#include "flashgen/ptx/stmatrix.cuh"
+#include "flashgen/ptx/tma.cuh"
+#include "flashgen/ptx/warp.cuh"
+#include "flashgen/tile.cuh"
+
+template <class Element, int V>
+FG_DEVICE void pack_output(uint32_t (&w)[V][2], const float (&o)[1][V][4]) {
+#pragma unroll
+  for (int n = 0; n < V; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) w[n][h] = pack2(Element{}, o[0][n][2 * h], o[0][n][2 * h + 1]);
+}
+
+// By the copy engine, panel by panel: the warp writes the image of a panel into shared memory, and goes on while it is
+// stored. `image(panel)` is the place of a panel (a TileShape of 16 rows has its layout), of which STAGES differ;
+// rows and columns past the tensor's end are left out.
+template <class Rows16, int STAGES, int V, class Image>
+FG_DEVICE void store_panels(const TensorMap* map, const uint32_t (&w)[V][2], Image image, int row, int head, int batch) {
+  const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+  for (int first = 0; first < V; first += Rows16::PANEL_CHUNKS) {
+    const int panel = first / Rows16::PANEL_CHUNKS;
+    unsigned char* const target = image(panel % STAGES);
+    if (panel >= STAGES) {  // its last panel has to be read first
+      if (lane == 0) bulk_wait_read<STAGES - 1>();
+      sync_warp();
+    }
+#pragma unroll
+    for (int n = first; n < first + Rows16::PANEL_CHUNKS && n < V; n += 2)
+      stmatrix_x4(target + Rows16::offset(lane % 16, n - first + lane / 16), {w[n][0], w[n][1], w[n + 1][0], w[n + 1][1]});
+    fence_proxy_async_shared();
+    sync_warp();
+    if (lane == 0) {
+      tma_store_4d(map, target, first * ELEMENTS_PER_CHUNK, row, head, batch);
+      bulk_commit();
+    }
+  }
+}
+
+// Lanes whose `lane_bit` differs swap: what the lower one has in `high` for what the upper one has in `low`.
+FG_DEVICE void trade(uint32_t& low, uint32_t& high, int lane_bit) {
+  const bool upper = threadIdx.x & lane_bit;
+  const uint32_t received = shfl_xor(upper ? low : high, lane_bit);
+  (upper ? low : high) = received;
+}
+
+// By plain stores, for rows that end where another sequence begins. The lanes of a quad trade, four chunks at a time,
+// until each has whole chunks. (For all rows this would be slower than the copy engine: docs/fa3.md.) Writes columns
+// 0 .. HEAD_DIM - 1 of the first `valid_rows` rows from `out` on.
+template <int HEAD_DIM, class Element, int V>
+FG_DEVICE void store_rows(Element* out, int64_t row_stride, const uint32_t (&w)[V][2], int valid_rows) {
+  constexpr int CHUNKS = HEAD_DIM / ELEMENTS_PER_CHUNK;
+  const int lane_row = threadIdx.x % WARP_SIZE / 4, quad_lane = threadIdx.x % 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    Element* const target = out + (lane_row + 8 * h) * row_stride + quad_lane * ELEMENTS_PER_CHUNK;
+#pragma unroll
+    for (int first = 0; first < V; first += 4) {  // four chunks
+      uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = first + i < V ? w[(first + i) % V][h] : 0;
+      trade(x[0], x[1], 1);
+      trade(x[2], x[3], 1);
+      trade(x[0], x[2], 2);
+      trade(x[1], x[3], 2);
+      if (lane_row + 8 * h < valid_rows && first + quad_lane < CHUNKS)
+        *reinterpret_cast<Chunk*>(target + first * ELEMENTS_PER_CHUNK) = {x[0], x[1], x[2], x[3]};
+    }
+  }
+}
