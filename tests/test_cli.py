@@ -69,7 +69,7 @@ def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tu
 def test_commands_and_their_options() -> None:
     found = dict(commands())
     assert {path[0] for path in found} == {"build", "list", "explain", "verify", "bench", "bundle", "cache", "schema",
-                                           "doctor", "trace"}
+                                           "doctor", "trace", "tune"}
     assert {path[1] for path in found if path[0] == "cache"} == {"ls", "prune", "clear"}
     for path, one in found.items():
         assert any("--json" in parameter.opts for parameter in one.params), path
@@ -249,6 +249,16 @@ def test_build_then_hit_then_explain_then_bundle_then_clear(tmp_path: Path, monk
     assert len(run_json("cache", "prune", "--max-mb", "0")["items"]) == 1
     run_json("build", *SMALL)
     assert len(run_json("cache", "clear")["items"]) == 1 and run_json("cache", "ls")["items"] == []
+    assert "emulator" not in run("cache", "ls").stdout
+
+    emulated = cache_dir / "emulator" / ("0" * 64 + ".so")
+    emulated.parent.mkdir()
+    for text, name in (("1 emulator objects, 1.5 MB", "ls"), ("deleted 1 emulator objects, 1.5 MB", "clear")):
+        emulated.write_bytes(bytes(1_500_000))
+        assert run("cache", name).stdout.splitlines()[0] == text
+        emulated.write_bytes(bytes(1_500_000))
+        assert run_json("cache", name)["emulator"] == {"objects": 1, "bytes": 1_500_000}
+    assert not emulated.exists()
 
 
 def spec_file(tmp_path: Path, extra: str) -> str:
@@ -297,7 +307,7 @@ def test_explain_takes_sizes_and_refuses_others() -> None:
 
 
 @no_gpu
-@pytest.mark.parametrize("name", ["verify", "bench"])
+@pytest.mark.parametrize("name", ["verify", "bench", "tune"])
 def test_what_needs_a_gpu_says_so(name: str) -> None:
     error = run_json(name, "fa2_fwd", exit_code=8)["error"]
     assert error["type"] == "EnvironmentError_" and error["next"] == "flashgen doctor" and error["nearest"]
