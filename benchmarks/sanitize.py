@@ -1,32 +1,56 @@
-"""Launches every shipped variant of this card once, on a small problem, without torch: something to run under
+"""Launches every shipped variant of this card on small problems, without torch: something to run under
 compute-sanitizer.
 
     compute-sanitizer --tool memcheck  --error-exitcode 1 python benchmarks/sanitize.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python benchmarks/sanitize.py
-    compute-sanitizer --tool initcheck --error-exitcode 1 python benchmarks/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python benchmarks/sanitize.py 'fa2*'
+    compute-sanitizer --tool initcheck --error-exitcode 1 python benchmarks/sanitize.py 'fa2*'
 
-Build first (`flashgen build specs/*.yaml --arch sm_90`), so that the sanitizer watches launches and no compiling.
+An argument picks variants by name. fa3 is for memcheck alone: the other two follow neither what the copy engine and
+wgmma read and write nor the mbarriers that order it. For fa3 the emulator looks for races and unwritten memory.
+
+Build first (`flashgen build fa2_fwd fa3_fwd`), so that the sanitizer watches launches and no compiling.
 """
 from __future__ import annotations
 
+import ctypes
 import fnmatch
+import math
 import random
 import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flashgen.codegen.lower import lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import render
 from flashgen.codegen.spec import load_specs, shipped_spec_paths
+from flashgen.errors import VerifyError
 from flashgen.runtime.cache import Cache
 from flashgen.runtime.driver import api, check, device_facts
-from flashgen.runtime.kernel import Kernel, fa2_values, pointer_names
+from flashgen.runtime.kernel import Kernel
 from flashgen.runtime.lookup import archs_for
+from flashgen.runtime.values import counter_words, is_persistent, launch_values, pointer_names
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one launch. Varlen takes the prefix sums in place of `batch` equal lengths."""
+
+    seqlen_q: int
+    seqlen_kv: int
+    num_heads_q: int
+    num_heads_kv: int
+    batch: int
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_kv: tuple[int, ...]
+
 
 # More than two tiles each way, ragged ends; varlen with an empty sequence, a short one, and rows after the last.
-SEQLEN_Q, SEQLEN_KV, NUM_HEADS_Q, NUM_HEADS_KV, BATCH = 261, 277, 4, 2, 2
-CU_SEQLENS_Q, CU_SEQLENS_KV = (0, 130, 130, 258), (0, 150, 160, 270)
+SMALL = Sizes(261, 277, 4, 2, 2, (0, 130, 130, 258), (0, 150, 160, 270))
+# For blocks that stay: more than two tiles for each SM, and few tiles over many keys, which they share.
+PERSISTENT = (Sizes(261, 277, 90, 45, 2, (0, 130, 130, 258), (0, 150, 160, 270)),
+              Sizes(133, 2777, 2, 1, 1, (0, 1, 133), (0, 2000, 2777)))
 
 
 class Memory:
@@ -50,31 +74,38 @@ class Memory:
             check(api().cuMemFree(pointer))
 
 
-def launch_once(kernel: Kernel) -> None:
-    """One launch with random inputs; raises DriverError if it fails."""
+def launch(kernel: Kernel, sizes: Sizes) -> None:
+    """One launch with random inputs. DriverError if it fails, VerifyError if it leaves its counters unlike zero."""
     plan, memory = kernel.plan, Memory()
     varlen = plan.spec_value("kv_layout") == "varlen"
-    batch = len(CU_SEQLENS_Q) - 1 if varlen else BATCH
-    rows = 1 if varlen else BATCH
-    sizes = {"q": (SEQLEN_Q, NUM_HEADS_Q, plan.constant("HEAD_DIM_QK")),
-             "k": (SEQLEN_KV, NUM_HEADS_KV, plan.constant("HEAD_DIM_QK")),
-             "v": (SEQLEN_KV, NUM_HEADS_KV, plan.constant("HEAD_DIM_V")),
-             "out": (SEQLEN_Q, NUM_HEADS_Q, plan.constant("HEAD_DIM_V"))}
-    pointers = {name: memory.filled(_random_elements(rows * a * b * c)) for name, (a, b, c) in sizes.items()
+    batch, rows = (len(sizes.cu_seqlens_q) - 1, 1) if varlen else (sizes.batch, sizes.batch)
+    query, key = (sizes.seqlen_q, sizes.num_heads_q), (sizes.seqlen_kv, sizes.num_heads_kv)
+    head_dim_qk, head_dim_v = plan.constant("HEAD_DIM_QK"), plan.constant("HEAD_DIM_V")
+    shapes = {"q": (*query, head_dim_qk), "k": (*key, head_dim_qk), "v": (*key, head_dim_v),
+              "out": (*query, head_dim_v)}
+    pointers = {name: memory.filled(_random_elements(rows * a * b * c)) for name, (a, b, c) in shapes.items()
                 if name != "out"}
-    pointers["out"] = memory.empty(2 * rows * SEQLEN_Q * NUM_HEADS_Q * plan.constant("HEAD_DIM_V"))
-    pointers["lse"] = memory.empty(4 * rows * SEQLEN_Q * NUM_HEADS_Q)
-    for name, lengths in (("cu_seqlens_q", CU_SEQLENS_Q), ("cu_seqlens_kv", CU_SEQLENS_KV)):
-        pointers[name] = memory.filled(struct.pack(f"{len(lengths)}i", *lengths))
+    pointers["out"] = memory.empty(2 * rows * math.prod(shapes["out"]))
+    pointers["lse"] = memory.empty(4 * rows * math.prod(query))
+    for name, sums in (("cu_seqlens_q", sizes.cu_seqlens_q), ("cu_seqlens_kv", sizes.cu_seqlens_kv)):
+        pointers[name] = memory.filled(struct.pack(f"{len(sums)}i", *sums))
     strides: dict[str, int] = {}
-    for name, (length, heads, dim) in sizes.items():
+    for name, (length, heads, dim) in shapes.items():
         strides |= {f"{name}_batch_stride": length * heads * dim, f"{name}_row_stride": heads * dim,
                     f"{name}_head_stride": dim}
-    window = (70, 20) if plan.spec_value("window") else (-1, -1)
-    values = fa2_values(plan, batch=batch, seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV, num_heads_q=NUM_HEADS_Q,
-                        num_heads_kv=NUM_HEADS_KV, softmax_scale=0.1, top_left=False, window=window, strides=strides)
+    values = launch_values(plan, num_sms=kernel.num_sms, batch=batch, seqlen_q=sizes.seqlen_q,
+                           seqlen_kv=sizes.seqlen_kv, num_heads_q=sizes.num_heads_q, num_heads_kv=sizes.num_heads_kv,
+                           softmax_scale=0.1, top_left=False,
+                           window=(70, 20) if plan.spec_value("window") else (-1, -1), strides=strides)
+    counters = bytes(4 * counter_words(kernel.num_sms))
+    pointers["counters"] = memory.filled(counters)
+    pointers["partials"] = memory.empty(4 * floats) if (floats := values.get("partials_floats", 0)) else 0
     kernel.launcher(values)(0, *(pointers[name] for name in pointer_names(plan)))
     check(api().cuCtxSynchronize(), plan.kernel_name)
+    left = (ctypes.c_char * len(counters))()
+    check(api().cuMemcpyDtoH(ctypes.addressof(left), pointers["counters"], len(counters)))
+    if left.raw != counters:
+        raise VerifyError("counters are not zero after a launch", where=f"{plan.kernel_name}, {sizes}")
     memory.free()
 
 
@@ -84,18 +115,25 @@ def _random_elements(count: int) -> bytes:
 
 
 def plans(pattern: str) -> list[Plan]:
-    archs = archs_for(device_facts(0).cc)
-    return [lower(spec) for path in shipped_spec_paths() for spec in load_specs(path).specs
-            if spec.arch == archs[0] and fnmatch.fnmatch(spec.variant, pattern)]
+    """Of each shipped file the matching variants for the closest target that it lists."""
+    archs, found = archs_for(device_facts(0).cc), []
+    for path in shipped_spec_paths():
+        specs = load_specs(path).specs
+        arch = next((arch for arch in archs if any(spec.arch == arch for spec in specs)), None)
+        found += [lower(spec) for spec in specs if spec.arch == arch and fnmatch.fnmatch(spec.variant, pattern)]
+    return found
 
 
 def main(arguments: Sequence[str]) -> None:
     cuda, cache = api(), Cache()
     check(cuda.cuCtxSetCurrent(check(cuda.cuDevicePrimaryCtxRetain(check(cuda.cuDeviceGet(0))))))
-    chosen = plans(arguments[0] if arguments else "*")
+    chosen, launches = plans(arguments[0] if arguments else "*"), 0
     for plan in chosen:
-        launch_once(Kernel(plan, cache.get_or_build(plan, render(plan)).cubin.image, 0))
-    print(f"{len(chosen)} variants launched")
+        kernel = Kernel(plan, cache.get_or_build(plan, render(plan)).cubin.image, 0)
+        for sizes in (SMALL, *(PERSISTENT if is_persistent(plan) else ())):
+            launch(kernel, sizes)
+            launches += 1
+    print(f"{len(chosen)} variants launched, {launches} launches")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@
 //   roles: None
 //   blocks_per_sm: None
 //   q_operand: None
+//   q_stages: None
+//   schedule: None
+//   split: False
 // slots
 //   layout: dense
 //   score: none
@@ -105,11 +108,11 @@ struct Work {
 
 // Query tiles fastest, then heads, then sequences, so that neighbouring blocks share K and V in L2; within a sequence
 // the last tile first, since under a causal mask it is the longest.
-FG_DEVICE Work locate_work(const Params& p) {
+FG_DEVICE Work locate_work(const Params& p, int tile) {
   Work w;
-  w.m_tile = p.m_tiles - 1 - blockIdx.x % p.m_tiles;
-  w.head_q = blockIdx.x / p.m_tiles % p.num_heads_q;
-  w.batch = blockIdx.x / p.m_tiles / p.num_heads_q;
+  w.m_tile = p.m_tiles - 1 - tile % p.m_tiles;
+  w.head_q = tile / p.m_tiles % p.num_heads_q;
+  w.batch = tile / p.m_tiles / p.num_heads_q;
   w.seqlen_q = p.seqlen_q;
   w.seqlen_kv = p.seqlen_kv;
   return w;
@@ -141,12 +144,14 @@ FG_DEVICE KeyRange visible_keys(const Params& p, int q_pos, int seqlen_q, int se
   const int diagonal = p.align_bottom_right ? seqlen_kv - seqlen_q : 0;
   return {0, min_int(q_pos + diagonal, seqlen_kv - 1)};
 }
+// Whether a row with these keys sees the key at `col`, of which none lies left of what it sees.
+FG_DEVICE bool sees(KeyRange keys, int col) { return col <= keys.last; }
 
 static_assert(SMEM_BYTES - SMEM_WORK >= sizeof(Work), "map and tiles agree");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS_PER_SM)
 fa2_fwd_bf16_d128_causal(const __grid_constant__ Params p) {
-  const Work work = locate_work(p);
+  const Work work = locate_work(p, blockIdx.x);
   if (work.m_tile < 0) return;
   unsigned char* const smem = dyn_smem();
   // What masked tiles and the epilogue need of it waits in shared memory: the main loop has no registers to spare.

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import statistics
 import time
@@ -20,7 +21,8 @@ import flashgen
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.spec import Spec
 from flashgen.errors import EnvironmentError_, UnsupportedError, VerifyError
-from flashgen.runtime.bench import Call, Case, Refused, Run
+from flashgen.runtime.bench import DATA, Call, Refused, Run
+from flashgen.runtime.bench_cases import Case
 from flashgen.runtime.doctor import driver_version
 from flashgen.runtime.lookup import archs_for
 from flashgen.runtime.nvrtc import version_text
@@ -32,12 +34,14 @@ PACKAGES = ("flashgen", "torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc",
 
 @dataclass(frozen=True)
 class Inputs:
-    """[batch, seqlen, num_heads, head_dim], as flashgen takes them, and a place for the result."""
+    """[batch, seqlen, num_heads, head_dim], or packed, as flashgen takes them, and a place for the result."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
 
     @property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,8 +55,9 @@ Prepare = Callable[[Case], Callable[[Inputs], object]]
 class CudaDevice:
     """The current CUDA device. EnvironmentError_ if there is none."""
 
-    def __init__(self, timer: str = "graph") -> None:
-        """`timer`: "graph" replays CUDA graphs, "events" times plain calls, host overhead included where it shows."""
+    def __init__(self, timer: str = "graph", data: str = "normal") -> None:
+        """`timer`: "graph" replays CUDA graphs, "events" times plain calls, host overhead included where it shows.
+        `data`: one of bench.DATA."""
         if not torch.cuda.is_available():
             raise EnvironmentError_(
                 "bench times kernels, and torch sees no CUDA device", where="torch.cuda.is_available()",
@@ -60,9 +65,11 @@ class CudaDevice:
                 nearest="flashgen explain gives the roofline without a GPU", next="flashgen doctor")
         if timer not in TIMERS:
             raise UnsupportedError(f"timer {timer}", where="--timer", allowed=", ".join(TIMERS))
+        if data not in DATA:
+            raise UnsupportedError(f"data {data}", where="--data", allowed=", ".join(DATA))
         self._timer, self.properties = TIMERS[timer], torch.cuda.get_device_properties()
-        self.l2_bytes = self.properties.L2_cache_size
-        self.timer_name = timer
+        self.l2_bytes, self.num_sms = self.properties.L2_cache_size, self.properties.multi_processor_count
+        self.timer_name, self.data = timer, data
 
     def facts(self) -> dict[str, Any]:
         versions: dict[str, Any] = {name: found for name in PACKAGES if (found := _version(name)) is not None}
@@ -76,24 +83,15 @@ class CudaDevice:
         return PEERS[peer][0]()
 
     def inputs(self, case: Case, sets: int) -> Sequence[Inputs]:
-        """`sets` independent draws from N(0, 1); out is poisoned."""
-        dtype, generator = getattr(torch, DTYPES[case.dtype].torch_name), torch.Generator("cuda").manual_seed(0)
-
-        def normal(seqlen: int, num_heads: int, head_dim: int) -> Tensor:
-            return torch.randn(case.batch, seqlen, num_heads, head_dim, device="cuda", dtype=dtype, generator=generator)
-
-        q_shape, kv_shape = (case.seqlen_q, case.num_heads_q), (case.seqlen_kv, case.num_heads_kv)
-        made = []
-        for _ in range(sets):
-            q, k, v = normal(*q_shape, case.head_dim_qk), normal(*kv_shape, case.head_dim_qk), normal(
-                *kv_shape, case.head_dim_v)
-            made.append(Inputs(q, k, v, q.new_full((*q.shape[:-1], case.head_dim_v), math.nan)))
-        return made
+        """`sets` independent draws; out is poisoned."""
+        generator = torch.Generator("cuda").manual_seed(0)
+        return [draw(case, self.data, generator) for _ in range(sets)]
 
     def ours(self, case: Case, spec: Spec, inputs: Sequence[Inputs]) -> Sequence[Call]:
         def call(x: Inputs) -> Call:
-            return lambda: flashgen.attention(x.q, x.k, x.v, causal=case.causal, window=case.window, spec=spec,
-                                              out=x.out)
+            return lambda: flashgen.attention(
+                x.q, x.k, x.v, causal=case.causal, window=case.window, spec=spec, out=x.out,
+                cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_kv=x.cu_seqlens_kv)
 
         calls = [call(x) for x in inputs]
         calls[0]()
@@ -118,6 +116,36 @@ class CudaDevice:
 
     def release(self) -> None:
         torch.cuda.empty_cache()
+
+
+def draw(case: Case, data: str, generator: torch.Generator) -> Inputs:
+    """Inputs from N(0, 1), changed as `data` says, on the generator's device.
+
+    Kernels take shortcuts that depend on the data: "growing" raises the maximum of a row again and again, as keys
+    scaled by 0.2 to 8 along each sequence do; "wide" (q times 8) makes the largest weight stand out.
+    """
+    dtype, device = getattr(torch, DTYPES[case.dtype].torch_name), generator.device
+    sides = list(zip(*case.lengths, strict=True))
+    rows_q, rows_kv = ((sum(side),) if case.varlen else (case.batch, side[0]) for side in sides)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype, generator=generator)
+
+    q, k, v = (normal(*rows, heads, head_dim) for rows, heads, head_dim in (
+        (rows_q, case.num_heads_q, case.head_dim_qk), (rows_kv, case.num_heads_kv, case.head_dim_qk),
+        (rows_kv, case.num_heads_kv, case.head_dim_v)))
+    if data == "growing":
+        ramps = [torch.linspace(0.2, 8.0, keys) for keys in (sides[1] if case.varlen else sides[1][:1])]
+        k *= torch.cat(ramps).to(device, dtype)[:, None, None]
+    elif data == "wide":
+        q *= 8
+    cu_seqlens = [_prefix(side, device) if case.varlen else None for side in sides]
+    return Inputs(q, k, v, q.new_full((*q.shape[:-1], case.head_dim_v), math.nan), *cu_seqlens)
+
+
+def _prefix(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    """[batch + 1] int32 prefix sums."""
+    return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
 
 
 def _version(package: str) -> str | None:
@@ -185,6 +213,8 @@ def _present() -> str | None:
 
 
 def _square_only(case: Case) -> None:
+    if case.varlen:
+        raise Refused("it has no packed sequences")
     if case.causal and case.seqlen_q != case.seqlen_kv:
         raise Refused("its causal mask is aligned top-left, ours bottom-right: they differ unless seqlen_q = seqlen_kv")
     if case.window != (-1, -1):
@@ -209,7 +239,10 @@ def _sdpa(backend: str) -> Prepare:
 def _flex(case: Case, device: str = "cuda") -> Callable[[Inputs], object]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    shift, (left, right) = case.seqlen_kv - case.seqlen_q, case.window
+    if case.varlen:
+        raise Refused("packed sequences are not set up for it")
+    (seqlen_q, seqlen_kv), (left, right) = case.lengths[0], case.window
+    shift = seqlen_kv - seqlen_q
 
     def visible(b: Tensor, h: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
         seen = kv_pos <= q_pos + shift if case.causal else kv_pos >= 0
@@ -219,7 +252,7 @@ def _flex(case: Case, device: str = "cuda") -> Callable[[Inputs], object]:
 
     torch.compiler.reset()  # past its limit of recompilations it would turn to an eager path without a word
     masked = case.causal or case.window != (-1, -1)
-    mask = create_block_mask(visible, None, None, case.seqlen_q, case.seqlen_kv, device=device) if masked else None
+    mask = create_block_mask(visible, None, None, seqlen_q, seqlen_kv, device=device) if masked else None
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     return lambda x: compiled(*x.heads_first, block_mask=mask, enable_gqa=case.num_heads_q != case.num_heads_kv)
 
@@ -228,18 +261,54 @@ def _fa3_module() -> str | None:
     return next((name for name in FA3_MODULES if importlib.util.find_spec(name) is not None), None)
 
 
-def _fa3(case: Case) -> Callable[[Inputs], object]:
-    attend = importlib.import_module(_fa3_module() or "").flash_attn_func
-    options = {} if case.window == (-1, -1) else {"window_size": case.window}
-    return lambda x: attend(x.q, x.k, x.v, causal=case.causal, **options)
+def _fa3_absent() -> str | None:
+    return None if _fa3_module() else f"none of {', '.join(FA3_MODULES)} can be imported; pip install fa3-fwd"
+
+
+def _fa3(num_splits: int) -> Prepare:
+    """`num_splits`: blocks that share the keys of a query tile; 0 leaves it to its own rule, 1 is its default."""
+    def prepare(case: Case) -> Callable[[Inputs], object]:
+        module: Any = importlib.import_module(_fa3_module() or "")
+        options: dict[str, Any] = {"causal": case.causal}
+        if case.window != (-1, -1):
+            options["window_size"] = case.visible
+        if num_splits != 1:
+            options["num_splits"] = num_splits
+        if not case.varlen:
+            return lambda x: module.flash_attn_func(x.q, x.k, x.v, **options)
+        longest = [max(side) for side in zip(*case.lengths, strict=True)]
+        return lambda x: module.flash_attn_varlen_func(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_kv, *longest,
+                                                       **options)
+    return prepare
+
+
+def _torch_varlen(case: Case, device: str = "cuda") -> Callable[[Inputs], object]:
+    """torch's FlashAttention-2 by the way that takes packed sequences and windows, which sdpa does not."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if not case.varlen and case.window == (-1, -1):
+        raise Refused("without packed sequences or a window it is what sdpa-fa2 is")
+    known, (left, right) = inspect.signature(varlen_attn).parameters, case.visible
+    options: dict[str, Any] = {"enable_gqa": case.num_heads_q != case.num_heads_kv} if "enable_gqa" in known else {}
+    if "window_size" in known:
+        options["window_size"] = (left, right)
+    elif left < 0 and right <= 0:
+        options["is_causal"] = right == 0
+    else:
+        raise Refused("this torch's varlen_attn has no window")
+    sides = list(zip(*case.lengths, strict=True))
+    rest: list[Any] = [*(_prefix(side, device) for side in sides), *map(max, sides)]
+    return lambda x: varlen_attn(x.q.flatten(0, -3), x.k.flatten(0, -3), x.v.flatten(0, -3), *rest, **options)
 
 
 PEERS: dict[str, tuple[Callable[[], str | None], Prepare]] = {
     "sdpa-fa2": (_present, _sdpa("FLASH_ATTENTION")),
     "sdpa-cudnn": (_present, _sdpa("CUDNN_ATTENTION")),
     "flex": (lambda: None if importlib.util.find_spec("triton") else "triton is not installed", _flex),
-    "fa3": (lambda: None if _fa3_module() else f"none of {', '.join(FA3_MODULES)} can be imported; pip install fa3-fwd",
-            _fa3),
+    "fa3": (_fa3_absent, _fa3(1)),
+    "fa3-split": (_fa3_absent, _fa3(0)),
+    "torch-varlen": (lambda: None if importlib.util.find_spec("torch.nn.attention.varlen")
+                     else "this torch has no torch.nn.attention.varlen", _torch_varlen),
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.errors import EnvironmentError_
-from flashgen.runtime.bench import OURS, Case
+from flashgen.runtime.bench import OURS, case_of
 
 GROUP_INCHES, HEIGHT_INCHES = 0.9, 4.5
 
@@ -17,8 +17,7 @@ def series(results: Mapping[str, Any]) -> tuple[list[str], dict[str, list[float 
     names = [OURS, *dict.fromkeys(name for row in rows for name in row["peers"])]
     bars: dict[str, list[float | None]] = {name: [] for name in names}
     for row in rows:
-        values = {key: value for key, value in row["case"].items() if key != "variant"}
-        case = Case(**{**values, "window": tuple(values["window"])})
+        case = case_of(row)
         labels.append(case.label)
         times = {OURS: row["ours_ms"], **row["peers"]}
         for name in names:

@@ -44,6 +44,16 @@ def float_to_fp16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), CANONICAL_NAN_16, rounded).astype(np.uint16)
 
 
+def rounded_once(element: str, x: np.ndarray) -> np.ndarray:
+    """fp64 values of a normal size straight to the element, to nearest, ties to even: not by way of fp32."""
+    if element == "fp16":
+        with np.errstate(over="ignore"):
+            return np.where(np.isnan(x), CANONICAL_NAN_16, x.astype(np.float16).view(np.uint16)).astype(np.uint16)
+    bits = x.view(np.uint64)
+    short = (bits + np.uint64(2**44 - 1) + (bits >> 45 & 1)) >> 45 << 45  # 7 bits of mantissa, in fp64 still
+    return float_to_bf16(np.where(np.isfinite(x), short.view(np.float64), x).astype(np.float32))
+
+
 TO_FLOAT = {"bf16": bf16_to_float, "fp16": fp16_to_float, "e4m3": e4m3_to_float, "e5m2": e5m2_to_float}
 
 

@@ -22,21 +22,25 @@ from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.errors import VerifyError
 from flashgen.runtime import lookup
 from flashgen.runtime.compare import check
-from flashgen.runtime.edges import emulated_problems
+from flashgen.runtime.edges import emulated_problems, tile_shape
 from flashgen.runtime.emulator.client import TensorMapPlace
 from flashgen.runtime.emulator.kernel import Argument, EmulatedKernel, LaunchShape, Statistics, launch
 from flashgen.runtime.emulator.report import KernelFault
 from flashgen.runtime.emulator.schedule import Schedule, scheduled
 from flashgen.runtime.emulator.toolchain import compile_kernel
 from flashgen.runtime.problem import Inputs, Problem
+from flashgen.runtime.values import is_persistent
 from flashgen.runtime.verify import run_poisoned
 
 
-def distinct_plans() -> list[tuple[Spec, Plan]]:
-    """One shipped variant for every kernel that differs in more than its target, occupancy and compiler options."""
+def distinct_plans(family: str) -> list[tuple[Spec, Plan]]:
+    """One shipped variant for each kernel of a family that differs in more than target, occupancy and compiler options.
+    """
     found: dict[object, tuple[Spec, Plan]] = {}
     for path in shipped_spec_paths():
         for spec in load_specs(path).specs:
+            if spec.family != family:
+                continue
             plan = lower(spec)
             constants = tuple((c.name, c.value) for c in plan.constants if c.name != "MIN_BLOCKS_PER_SM")
             found.setdefault((plan.template, plan.element, constants, plan.slots, plan.flags, plan.smem), (spec, plan))
@@ -50,8 +54,7 @@ def shipped(variant: str, arch: str = "sm_90") -> Spec:
 
 def problems_of(spec: Spec, seed: int = 0) -> list[Problem]:
     plan = lower(spec)
-    tile_m, tile_n, stages = (plan.constant(name) for name in ("BLOCK_M", "BLOCK_N", "NUM_STAGES"))
-    return list(emulated_problems(spec, tile_m, tile_n, stages, seed))
+    return list(emulated_problems(spec, *tile_shape(plan), seed, persistent=is_persistent(plan)))
 
 
 def with_nans_in_v(inputs: Inputs) -> Inputs:

@@ -1,109 +1,44 @@
-"""Bench arithmetic with timers and a device that tests make up; one small run on a real GPU."""
+"""Bench arithmetic with timers and a device that tests make up."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flashgen.cli.app import app
-from flashgen.cli.bench import ALL_PEERS
 from flashgen.codegen.spec import Spec, load_specs, spec_path
-from flashgen.errors import SpecError, UnsupportedError
+from flashgen.errors import UnsupportedError
 from flashgen.runtime import bench, bench_device
 from flashgen.runtime.bench import (
     CALLS_PER_GRAPH,
     OURS,
     SETS_MAX,
     Call,
-    Case,
     Refused,
     Run,
+    case_of,
     geomeans,
+    geomeans_by_head_dims,
     gpu_folder,
     interleave,
-    load_grid,
+    least,
+    results_name,
     sets_needed,
-    variants_for,
     write_results,
 )
-from flashgen.runtime.reference import reference
+from flashgen.runtime.bench_cases import Case, load_grid
 
 settings.register_profile("bench", deadline=None, derandomize=True)
 settings.load_profile("bench")
 
 SPECS = load_specs(spec_path("fa2_fwd")).specs
 GRID = "{batch: 2, num_heads_q: 4, head_dim_qk: [64, 128], seqlen_q: [256, 512], causal: [false, true]}"
-
-
-# -- cases and grids
-
-
-def test_default_grid_is_what_the_docs_compare() -> None:
-    cases = load_grid(bench.default_grid("fa2", "fwd"))
-    assert len(cases) == 12 and {case.head_dim_qk for case in cases} == {64, 128, 256}
-    for case in cases:
-        assert case.batch * case.seqlen_q == 16384 and case.num_heads_q * case.head_dim_qk == 2048
-        assert variants_for(case, SPECS, ["sm_90a", "sm_90"])
-    assert cases[0].label == "D64 H32 B8 S2048 full"
-
-
-def test_inline_grid_multiplies() -> None:
-    cases = load_grid(GRID)
-    assert len(cases) == len(set(cases)) == 8
-    assert load_grid("{batch: 1, hidden: 256, head_dim_qk: 64, seqlen_q: 8, seqlen_kv: 9, num_heads_kv: 2, "
-                     "window: [[1, -1], [2, 3]], dtype: fp16}") == (
-        Case(1, 8, 9, 4, 2, 64, 64, False, (1, -1), "fp16"), Case(1, 8, 9, 4, 2, 64, 64, False, (2, 3), "fp16"))
-    assert load_grid("{batch: 1, num_heads_q: 1, head_dim_qk: 8, seqlen_q: 1, window: [4, 0]}")[0].window == (4, 0)
-
-
-@pytest.mark.parametrize(("grid", "words"), [
-    ("{batch: 1, head_dim_qk: 64, seqlen_q: 8}", "neither of num_heads_q and hidden"),
-    ("{batch: 1, num_heads_q: 1, hidden: 64, head_dim_qk: 64, seqlen_q: 8}", "both num_heads_q and hidden"),
-    ("{batch: 1, num_heads_q: 1, seqlen_q: 8}", "head_dim_qk is missing"),
-    ("{tokens: 100, num_heads_q: 1, head_dim_qk: 64, seqlen_q: 64}", "not a multiple"),
-    ("{batch: 1, num_heads_q: 3, num_heads_kv: 2, head_dim_qk: 64, seqlen_q: 64}", "not a multiple"),
-    ("{bach: 1}", "nearest: batch"), ("{batch: 0}", "batch is 0"), ("{batch: true}", "batch is True"),
-    ("{batch: [1, x]}", "batch is 'x'"), ("{causal: 1}", "causal is 1"), ("{dtype: fp8}", "bf16, fp16"),
-    ("{window: 5}", "window is 5"), ("{window: [1, -2]}", "window is [1, -2]"), ("{}", "no mapping"),
-    ("{batch: [}", "not YAML"), ("no/such/file.yaml", "cannot be read"),
-])
-def test_grid_errors(grid: str, words: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        load_grid(grid)
-    assert words in str(caught.value)
-
-
-def test_flops_and_bytes() -> None:
-    full = Case(2, 1024, 1024, 16, 16, 128, 128)
-    assert full.flops == 4 * 2 * 16 * 1024 * 1024 * 128
-    assert full.bytes == 4 * 2 * 16 * 1024 * 128 * 2
-    causal = Case(2, 1024, 1024, 16, 16, 128, 128, causal=True)
-    assert causal.flops * 2 * 1024 == full.flops * 1025
-    assert Case(1, 4, 8, 4, 2, 192, 128).bytes == (4 * 4 + 8 * 2) * 320 * 2
-    assert Case(1, 4, 8, 1, 1, 8, 8, window=(0, 0)).flops == 2 * 4 * 16
-    assert Case(1, 4, 8, 1, 1, 8, 8, causal=True, window=(0, 9)).flops == 2 * 4 * 16
-    assert Case(1, 4, 8, 4, 2, 192, 128, causal=True, window=(5, -1), dtype="fp16").label == (
-        "D192/128 H4/2 B1 S4/8 causal window 5,-1 fp16")
-
-
-def test_variants_come_from_the_closest_target() -> None:
-    case = Case(1, 64, 64, 1, 1, 128, 128, causal=True)
-    assert [s.variant for s in variants_for(case, SPECS, ["sm_90a", "sm_90"])] == ["fa2_fwd_bf16_d128_causal"]
-    more = [*SPECS, next(s for s in SPECS if s.arch == "sm_90" and s.variant == "fa2_fwd_bf16_d128_causal").with_(
-        stages=3)]
-    assert len(variants_for(case, more, ["sm_90"])) == 2
-    windowed = variants_for(Case(1, 64, 64, 1, 1, 128, 128, causal=True, window=(9, -1)), SPECS, ["sm_90"])
-    assert [s.window for s in windowed] == [True]
-    with pytest.raises(UnsupportedError, match="D72"):
-        variants_for(Case(1, 64, 64, 1, 1, 72, 72), SPECS, ["sm_90"])
 
 
 # -- timing
@@ -167,10 +102,11 @@ def test_host_us_counts_calls_not_waits() -> None:
 class FakeDevice:
     """Ours takes 1 ms per GFLOP-equivalent unit of the case, peers a multiple; `b` refuses causal, `c` is absent."""
 
-    l2_bytes = 50 * 2**20
+    l2_bytes, num_sms = 50 * 2**20, 132
     factors: ClassVar = {"a": 1.5, "b": 0.5}
 
-    def __init__(self, timer: str = "graph") -> None:
+    def __init__(self, timer: str = "graph", data: str = "normal") -> None:
+        self.data = data
         self.sets: list[int] = []
         self.calls: list[int] = []
 
@@ -227,6 +163,36 @@ def test_means_over_the_rows_that_have_a_peer() -> None:
     assert geomeans(rows) == pytest.approx({"a": 4.0, "b": 4.0, "best": 4.0})
 
 
+def test_means_by_head_dims_and_the_worst_row() -> None:
+    results = bench.bench(FakeDevice(), SPECS, load_grid(GRID), ["a", "b"])
+    by_dims = geomeans_by_head_dims(results["rows"])
+    assert list(by_dims) == ["D64", "D128"]
+    for means in by_dims.values():  # b serves the full half only, where it is the best
+        assert means == pytest.approx({"a": 1.5, "b": 0.5, "best": (1.5 * 0.5) ** 0.5}, rel=0.01)
+    worst = least(results["rows"])
+    assert worst is not None and worst["ratio"] == min(row["ratio"] for row in results["rows"])
+    assert least(bench.bench(FakeDevice(), SPECS, load_grid(GRID), [])["rows"]) is None
+
+
+def test_a_row_gives_its_case_back() -> None:
+    for case in (Case(2, (3, 5), (3, 5), 4, 2, 192, 128, True, (7, -1), "fp16"), Case(1, 2, 3, 1, 1, 8, 8)):
+        row = bench.row_of(case, "v.sm_90a", {OURS: 1.0}, {})
+        assert case_of(row) == case_of(json.loads(json.dumps(row))) == case
+
+
+def test_results_of_other_grids_and_data_have_files_of_their_own() -> None:
+    assert results_name("fa3", "fwd", None, "normal") == "fa3-fwd"
+    assert results_name("fa3", "fwd", "{batch: 1}", "wide") == "fa3-fwd-wide"
+    assert results_name("fa3", "fwd", "grids/fa3_fwd_more.yaml", "growing") == "fa3-fwd-more-growing"
+    assert results_name("fa3", "fwd", "grids/mine.yaml", "normal") == "fa3-fwd"
+
+
+def test_a_commit_can_be_given() -> None:
+    facts = FakeDevice().facts()
+    assert bench.document(facts, "abc")["commit"] == "abc"
+    assert bench.document(facts)["commit"] == bench.commit()
+
+
 def test_our_own_refusal_is_not_swallowed() -> None:
     class Unable(FakeDevice):
         def ours(self, case: Case, spec: Spec, inputs: Sequence[int]) -> Sequence[Call]:
@@ -260,7 +226,21 @@ def test_command_writes_json_and_a_picture(tmp_path: Path, monkeypatch: pytest.M
     stored = json.loads((tmp_path / "h200" / "fa2-fwd.json").read_text())
     assert len(stored["rows"]) == 8
     assert (tmp_path / "h200" / "fa2-fwd.png").read_bytes().startswith(b"\x89PNG")
+    for words in ("  D64: a 1.5", "  D128: a 1.5", "least over the best peer: 0.500, D64 H4 B2 S256 full"):
+        assert words in result.stdout
     assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["rows"] == stored["rows"]
+
+
+def test_command_with_data_and_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_device, "CudaDevice", FakeDevice)
+    monkeypatch.setattr(bench_device, "PEERS", dict.fromkeys("abc"))
+    arguments = ["bench", "fa2_fwd", "fa2_fwd_d192_v128", "--peers", "", "--problem-grid", GRID, "-o", str(tmp_path)]
+    for more, environment in ((["--commit", "abc"], {}), ([], {"FLASHGEN_COMMIT": "abc"})):
+        result = CliRunner().invoke(app, [*arguments, "--data", "growing", *more], env=environment)
+        assert result.exit_code == 0 and "growing data" in result.stdout
+        stored = json.loads((tmp_path / "h200" / "fa2-fwd-growing.json").read_text())
+        assert stored["commit"] == "abc" and stored["data"] == "growing"
+        (tmp_path / "h200" / "fa2-fwd-growing.json").unlink()
 
 
 def test_without_matplotlib_the_figures_are_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,88 +259,3 @@ def test_series_of_the_picture() -> None:
     labels, bars = series(results)
     assert len(labels) == 8 and list(bars) == [OURS, "a", "b"] and all(len(values) == 8 for values in bars.values())
     assert [value is None for value in bars["b"]] == [row["case"]["causal"] for row in results["rows"]]
-
-
-def test_peers_by_name() -> None:
-    assert ",".join(bench_device.PEERS) == ALL_PEERS
-
-
-def test_peers_refuse_masks_they_align_otherwise() -> None:
-    for name in ("sdpa-fa2", "sdpa-cudnn"):
-        prepare = bench_device.PEERS[name][1]
-        with pytest.raises(Refused, match="top-left"):
-            prepare(Case(1, 4, 8, 1, 1, 64, 64, causal=True))
-        with pytest.raises(Refused, match="window"):
-            prepare(Case(1, 4, 4, 1, 1, 64, 64, window=(1, 1)))
-        prepare(Case(1, 4, 8, 1, 1, 64, 64))
-
-
-SMALL_CASES = [Case(2, 33, 33, 4, 2, 16, 16), Case(1, 33, 33, 2, 2, 16, 16, causal=True),
-               Case(1, 20, 33, 2, 1, 16, 16, causal=True), Case(1, 20, 33, 2, 1, 16, 16, window=(5, 3)),
-               Case(1, 20, 33, 2, 1, 16, 16, causal=True, window=(5, -1))]
-
-
-@pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.label)
-@pytest.mark.parametrize("name", ["sdpa", "flex"])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_peers_answer_the_same_question(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, uncompiled: heads, layout and mask as ours."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(seqlen: int, heads: int) -> torch.Tensor:
-        return torch.randn(case.batch, seqlen, heads, 16, generator=generator)
-
-    x = bench_device.Inputs(normal(case.seqlen_q, case.num_heads_q), normal(case.seqlen_kv, case.num_heads_kv),
-                            normal(case.seqlen_kv, case.num_heads_kv), torch.empty(0))
-    try:
-        attend = bench_device._flex(case, "cpu") if name == "flex" else bench_device._sdpa("MATH")(case)
-    except Refused:
-        assert name == "sdpa" and (case.window != (-1, -1) or case.seqlen_q != case.seqlen_kv)
-        return
-    expected, _ = reference(x.q, x.k, x.v, causal=case.causal, window=case.window)
-    found: Any = attend(x)
-    torch.testing.assert_close(found.transpose(1, 2).double(), expected.double(), atol=1e-4, rtol=1e-4)
-
-
-def test_fa3_is_found_under_either_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent, prepare = bench_device.PEERS["fa3"]
-    assert "fa3_fwd_interface" in (absent() or "")
-    (tmp_path / "fa3_fwd_interface.py").write_text(
-        "def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)): return q, k, v, causal, window_size")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert absent() is None
-    x = bench_device.Inputs("q", "k", "v", "out")  # type: ignore[arg-type]
-    assert prepare(SMALL_CASES[2])(x) == ("q", "k", "v", True, (-1, -1))
-    assert prepare(SMALL_CASES[3])(x) == ("q", "k", "v", False, (5, 3))
-
-
-def test_the_empty_op_takes_the_arguments_of_ours() -> None:
-    q = torch.empty(1, 16, 1, 64, device="meta")
-    for _ in range(2):  # its library goes, and can come again
-        with bench_device._empty_op() as empty:
-            assert empty(q, q, q, None, None, 0, -1, -1, 0.125, "", out=q) is None
-    import flashgen.runtime.ops  # noqa: F401  defines ours
-
-    ours = torch.ops.flashgen.attention_out.default._schema
-    with bench_device._empty_op():
-        assert str(torch.ops.flashgen_bench.empty.default._schema).partition("(")[2] == str(ours).partition("(")[2]
-
-
-# -- on a real GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.time_limit(300)
-def test_a_small_run(cuda: str) -> None:
-    grid = "{batch: 2, num_heads_q: 4, num_heads_kv: 2, head_dim_qk: 64, seqlen_q: 1024, causal: [false, true]}"
-    for timer in ("graph", "events"):
-        results = bench.bench(bench_device.CudaDevice(timer), SPECS, load_grid(grid), ["sdpa-fa2", "fa3"], rounds=3)
-        for row in results["rows"]:
-            assert row["ours_ms"] > 0 and math.isfinite(row["tflops"]) and "sdpa-fa2" in row["peers"]
-
-
-@pytest.mark.gpu
-def test_overhead_is_near_that_of_an_empty_op(cuda: str) -> None:
-    found = bench_device.measure_overhead()
-    assert 0 < found["empty_op_us"] < found["attention_out_us"] < 100  # the target, 15 us beyond, is the bench's

@@ -18,7 +18,7 @@ from flashgen.runtime.edges import masks
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule
 from flashgen.runtime.verify import verify_spec
 
-PLANS = distinct_plans()
+PLANS = distinct_plans("fa2")
 SMALL = shipped("fa2_fwd_bf16_d64_window")
 SOAK_RUNS = int(os.environ.get("EMULATOR_SOAK_RUNS", "0"))  # of correct kernels; recorded in docs/emulator.md
 

@@ -13,9 +13,10 @@ from torch import Tensor
 import flashgen
 from flashgen.codegen.lower import lower
 from flashgen.codegen.spec import Roles, Spec, Tile
+from flashgen.codegen.target import TARGETS
 from flashgen.errors import EnvironmentError_, UnsupportedError
 from flashgen.runtime import verify
-from flashgen.runtime.edges import edge_problems, length_pairs
+from flashgen.runtime.edges import edge_problems, length_pairs, tile_shape
 from flashgen.runtime.verify import Result, verify_spec
 
 
@@ -164,7 +165,7 @@ def test_a_plan_that_does_not_fit_is_a_row() -> None:
 @pytest.mark.parametrize("subject", [DENSE, WINDOW, VARLEN], ids=lambda s: s.variant)
 def test_edge_problems_cover_the_edges(subject: Spec) -> None:
     plan = lower(subject)
-    tile_m, tile_n, stages = (plan.constant(name) for name in ("BLOCK_M", "BLOCK_N", "NUM_STAGES"))
+    tile_m, tile_n, stages = tile_shape(plan)
     problems = list(edge_problems(subject, tile_m, tile_n, stages, seed=0))
 
     def lengths(name: str) -> set[int]:
@@ -176,6 +177,9 @@ def test_edge_problems_cover_the_edges(subject: Spec) -> None:
     assert max(lengths("seqlen_kv")) > 2 * stages * tile_n
     assert {q < kv for q, kv in length_pairs(tile_m, tile_n, stages)} == {True, False}
     assert any(p.num_heads_q // p.num_heads_kv not in (1, p.num_heads_kv) for p in problems)
+    tiles = [p.num_heads_q * (sum(-(-n // tile_m) for n in p.seqlen_q) if isinstance(p.seqlen_q, tuple)
+                              else p.batch * -(-p.seqlen_q // tile_m)) for p in problems]
+    assert max(tiles) > 2 * max(target.device.num_sms for target in TARGETS.values())
     assert {p.batch % 2 for p in problems} == {0, 1} and {p.softmax_scale is None for p in problems} == {True, False}
     if subject.window:
         assert {p.window for p in problems} >= {(0, 0), (-1, 3), (2**31 - 1, 2**31 - 1)}

@@ -8,32 +8,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashgen.cli.common import Archs, Output, SpecArgument, Table, Variants, command, progress, select
+from flashgen.cli.common import Archs, Output, SpecArguments, Table, Variants, command, progress, select
 from flashgen.errors import EnvironmentError_, UnsupportedError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
 
-ALL_PEERS = "sdpa-fa2,sdpa-cudnn,flex,fa3"
+ALL_PEERS = "sdpa-fa2,sdpa-cudnn,flex,fa3,fa3-split,torch-varlen"
 
 
 def register(app: typer.Typer) -> None:
     command(app, bench)
 
 
-def bench(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
+def bench(specs: SpecArguments, arch: Archs = None, variant: Variants = None,
           peers: Annotated[str, typer.Option("--peers", metavar="NAMES", help="Comma-separated; '' for none.")] = (
               ALL_PEERS),
           problem_grid: Annotated[str | None, typer.Option("--problem-grid", metavar="GRID", help=(
               "A YAML file, or text such as '{batch: 2, num_heads_q: 16, head_dim_qk: 128, seqlen_q: [2048, 8192]}'; "
-              "by default benchmarks/grids/<family>_<pass>.yaml."))] = None,
+              "by default benchmarks/grids/<family>_<pass>.yaml of the first spec."))] = None,
+          data: Annotated[str, typer.Option("--data", help="normal, growing (along the keys) or wide scores.")] = (
+              "normal"),
           rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Timings behind each median.")] = 15,
           timer: Annotated[str, typer.Option("--timer", help="graph (CUDA graph replay) or events.")] = "graph",
+          given_commit: Annotated[str | None, typer.Option("--commit", envvar="FLASHGEN_COMMIT", metavar="HASH", help=(
+              "For the results, where git is absent."))] = None,
           overhead: Annotated[bool, typer.Option("--overhead", help="Host time per call instead.")] = False,
           out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the results.")] = Path(
               "benchmarks/results")) -> Output:
     """Time kernels against peers on this machine's GPU; write JSON and a picture below DIR/<gpu>."""
-    specs = select([spec], arch, variant)
+    chosen = select(specs, arch, variant)
     try:
         from flashgen.runtime.bench_device import PEERS, CudaDevice
     except ImportError as err:
@@ -43,20 +47,23 @@ def bench(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
         if name not in PEERS:
             raise UnsupportedError(f"no peer {name}", where="--peers", allowed=", ".join(PEERS),
                                    nearest=next(iter(difflib.get_close_matches(name, PEERS, n=1)), ""))
-    device = CudaDevice(timer)
-    return _overhead(device, out) if overhead else _bench(device, specs, names, problem_grid, rounds, out)
+    device = CudaDevice(timer, data)
+    if overhead:
+        return _overhead(device, out, given_commit)
+    return _bench(device, chosen, names, problem_grid, out, rounds=rounds, given_commit=given_commit)
 
 
-def _bench(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | None, rounds: int, out: Path) -> Output:
+def _bench(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | None, out: Path, **options: Any) -> Output:
     from flashgen.runtime.bench import bench as run
-    from flashgen.runtime.bench import default_grid, load_grid, write_results
+    from flashgen.runtime.bench import results_name, write_results
+    from flashgen.runtime.bench_cases import default_grid, load_grid
     from flashgen.runtime.bench_plot import draw
 
     family, pass_ = specs[0].family, specs[0].pass_
     cases = load_grid(grid or default_grid(family, pass_))
     with progress("timing", len(cases)) as step:
-        results = run(device, specs, cases, peers, rounds=rounds, progress=step)
-    path = write_results(results, out, f"{family}-{pass_}")
+        results = run(device, specs, cases, peers, progress=step, **options)
+    path = write_results(results, out, results_name(family, pass_, grid, device.data))
     notes = [f"wrote {path}"]
     try:
         notes.append(f"wrote {draw(results, path.with_suffix('.png'))}")
@@ -67,29 +74,43 @@ def _bench(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | Non
 
 def tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
     """The rows, the means, and who is missing."""
-    from flashgen.runtime.bench import geomeans
+    from flashgen.runtime.bench import case_of
 
     names = [name for name in peers if name not in results["absent"]]
-    rows = [(row["case"]["variant"],
-             f"B{row['case']['batch']} H{row['case']['num_heads_q']} S{row['case']['seqlen_q']}",
-             f"{row['ours_ms']:.4f}", f"{row['tflops']:.0f}", f"{row['gbps']:.0f}",
+    rows = [(row["case"]["variant"], case_of(row).shape, f"{row['ours_ms']:.4f}", f"{row['tflops']:.0f}",
+             f"{row['gbps']:.0f}",
              *(f"{row['peers'][name]:.4f}" if name in row["peers"] else "refused" for name in names),
              "" if row["ratio"] is None else f"{row['ratio']:.3f}") for row in results["rows"]]
     columns = ("variant", "case", ">ms", ">TFLOP/s", ">GB/s", *(f">{name} ms" for name in names), ">speed / best peer")
-    parts: list[str | Table] = [f"{results['gpu']}, driver {results['driver']}", Table(columns, rows)]
-    means = [f"{name} {mean:.3f}" for name, mean in geomeans(results["rows"]).items()]
-    parts += [f"speed over each peer, geometric mean: {', '.join(means)}"] if means else []
+    data = "" if results["data"] == "normal" else f", {results['data']} data"
+    parts: list[str | Table] = [f"{results['gpu']}, driver {results['driver']}{data}", Table(columns, rows)]
+    parts += _means(results["rows"])
     parts += [f"absent: {name}: {reason}" for name, reason in results["absent"].items()]
     reasons = {f"refused: {name}: {why}" for row in results["rows"] for name, why in row["refused"].items()}
     return parts + sorted(reasons)
 
 
-def _overhead(device: Any, out: Path) -> Output:
+def _means(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Over all rows, by head dims where there are several, and the row that is worst for us."""
+    from flashgen.runtime.bench import case_of, geomeans, geomeans_by_head_dims, least
+
+    def text(means: dict[str, float]) -> str:
+        return ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+
+    worst, groups = least(rows), geomeans_by_head_dims(rows)
+    if worst is None:
+        return []
+    return [f"speed over each peer, geometric mean: {text(geomeans(rows))}",
+            *(f"  {name}: {text(means)}" for name, means in groups.items() if means and len(groups) > 1),
+            f"least over the best peer: {worst['ratio']:.3f}, {case_of(worst).label}"]
+
+
+def _overhead(device: Any, out: Path, given_commit: str | None) -> Output:
     from flashgen.runtime.bench import document, write_results
     from flashgen.runtime.bench_device import measure_overhead
 
     found = measure_overhead()
-    results = document(device.facts(), overhead=found)
+    results = document(device.facts(), given_commit, overhead=found)
     path = write_results(results, out, "overhead")
     more = {name: found[name] - found["empty_op_us"] for name in ("attention_us", "attention_out_us")}
     return Output(results, [

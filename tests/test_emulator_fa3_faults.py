@@ -1,0 +1,100 @@
+"""Tests of the tests: synchronisation taken out of FA3 kernels, and faults put in, are caught."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+from emulator_kit import caught, changed, shipped
+
+from flashgen.codegen.lower import lower
+from flashgen.codegen.render import render
+from flashgen.codegen.spec import Spec
+from flashgen.runtime.emulator.schedule import Schedule
+
+SCHEDULES = [Schedule("random", 0), Schedule("lazy", 1)]
+
+
+def _small(head_dim: int = 64, **changes: object) -> Spec:
+    """Tiles of two warpgroups and few keys: they compile and run fast, and have every statement of their choices."""
+    spec = shipped("fa3_fwd_bf16_d64", "sm_90a")
+    return spec.with_(**{"head_dim_qk": head_dim, "tile": {"m": 128, "n": 32}, "stages": 2, **changes})
+
+
+MUTATED: dict[str, Spec] = {
+    "turns, parts, output over queries": _small(split=True, schedule="pingpong"),
+    "tickets, output over queries": _small(causal=True, schedule="overlap"),
+    "turns, output apart": _small(192, causal=True, q_stages=1, split=True, schedule="pingpong"),
+    "varlen": _small(kv_layout="varlen", causal=True, q_stages=1, schedule="overlap"),
+}
+SYNCHRONISING = re.compile(
+    r"(?<![\w.>])(?:\w+\.)?(?:wait_full|wait_empty|release|release_previous|return_tickets|setmaxnreg_\w+<\w+>|"
+    r"mbarrier_(?:wait_parity|arrive\w*)|fence_\w+|wgmma_(?:fence|commit|wait<\d>)|bulk_\w+(?:<[\w\s-]*>)?|"
+    r"sync_(?:warp|block)|bar_(?:sync|arrive)_at<[^>]*>)\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);")
+# (statement, line before it, line after it): why leaving it out changes nothing.
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "attend(p, smem, barriers);"):
+        "with fewer registers the compiler spills, and the result is the same",
+    ("sync_warp();", "ring.wait_full(barriers + WORK_FULL);", "return first_lane(current().unit) >= 0;"):
+        "each lane has waited itself; it only brings them together early, which the shuffle would do as well",
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A statement that only synchronises. Its neighbours tell apart those with one text, in all variants alike."""
+
+    file: str
+    statement: str
+    before: str
+    after: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.before[-50:]} [{self.statement}] {self.after[:30]} {self.number}"
+
+
+def _sites_of(spec: Spec) -> Iterator[tuple[Site, int]]:
+    """Each with its position."""
+    source, seen = render(lower(spec)), dict[tuple[str, str, str, str], int]()
+    headers = [(name.removeprefix("flashgen/"), text) for name, text in source.headers if "/ptx/" not in name]
+    for file, text in [("kernel", source.text), *headers]:
+        for m in SYNCHRONISING.finditer(text):
+            before, after = text[:m.start()].rstrip().rpartition("\n")[2], text[m.end():].lstrip().partition("\n")[0]
+            key = file, m[0], before.strip(), after.strip()
+            seen[key] = seen.get(key, -1) + 1
+            yield Site(*key, seen[key]), m.start()
+
+
+@cache
+def _where() -> dict[Site, list[tuple[str, int]]]:
+    """The variants that have a site, with its position in them."""
+    found: dict[Site, list[tuple[str, int]]] = {}
+    for name, spec in MUTATED.items():
+        for site, position in _sites_of(spec):
+            found.setdefault(site, []).append((name, position))
+    return found
+
+
+def _report_without(site: Site, name: str, position: int) -> str:
+    spec = MUTATED[name]
+    return caught(spec, changed(render(lower(spec)), site.file,
+                                lambda text: text[:position] + ";" + text[position + len(site.statement):]), SCHEDULES)
+
+
+@pytest.mark.parametrize("site", _where(), ids=str)
+def test_no_synchronisation_is_idle(site: Site) -> None:
+    """One variant that misses it is enough: a statement may be for the sake of some of them."""
+    missed = any(_report_without(site, name, position) for name, position in _where()[site])
+    why = EQUIVALENT.get((site.statement, site.before, site.after))
+    assert missed or why, "survives"
+    assert not (missed and why), "is said to change nothing"
+
+
+def test_the_variants_have_every_statement_of_the_templates() -> None:
+    """What is under a flag that none of them has would not be tried."""
+    flags = [dict(lower(spec).flags) for spec in MUTATED.values()]
+    for flag in flags[0]:
+        assert any(f[flag] for f in flags) or flag == "lse", flag
