@@ -16,9 +16,10 @@ LOG2_E = math.log2(math.e)
 MAX_GRID_X = 2**31 - 1
 MAX_SPLITS = 16             # blocks that share the keys of one query tile
 SPLIT_OVERHEAD_TILES = 8    # key tiles that a part's way through device memory costs
+SPLIT_GAIN = 0.012          # docs/fa3.md: predicted gains below it were losses
 SECTION_HEADS = 16          # docs/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
 SECTION_BYTES = 32 << 20    # of K and V that L2 keeps beside what else passes through it
-LAST_ROUNDS = 2             # of query tiles over all SMs, sorted by length at the end of the grid
+LAST_ROUNDS = 3             # of query tiles over all SMs, sorted by length at the end of the grid
 
 
 def pointer_names(plan: Plan) -> list[str]:
@@ -98,13 +99,20 @@ def split_tail(num_tiles: int, num_sms: int, key_tiles: int) -> tuple[int, int]:
     the keys.
 
     Whole rounds of num_sms tiles keep every SM busy. The remainder would leave SMs idle in a last round of its own, so
-    its tiles are cut along the keys into as many parts as there are SMs for: one round, but a shorter one. A part
-    costs its share of the `key_tiles` and SPLIT_OVERHEAD_TILES for writing it out and adding it up. (More parts in
-    several short rounds lost on an H200: docs/fa3.md.)
+    its tiles are cut along the keys into parts, whose rounds are shorter. A part costs its share of the `key_tiles`
+    and SPLIT_OVERHEAD_TILES for writing it out and adding it up; a kernel that splits is itself a little slower, so
+    less than SPLIT_GAIN of the whole is no reason to.
     """
     rest = num_tiles % num_sms
-    splits = min(num_sms // rest, MAX_SPLITS, key_tiles) if rest else 1
-    if splits < 2 or key_tiles / splits + SPLIT_OVERHEAD_TILES >= key_tiles:
+
+    def cost(splits: int) -> float:
+        rounds = -(-rest * splits // num_sms)
+        return rounds * (key_tiles / splits + (SPLIT_OVERHEAD_TILES if splits > 1 else 0))
+
+    counts = range(1, max(1, min(MAX_SPLITS, key_tiles)) + 1) if rest else range(1, 2)
+    least = min(map(cost, counts))
+    splits = next(count for count in counts if cost(count) <= 1.05 * least)  # of those about as good, the fewest
+    if cost(1) - cost(splits) <= SPLIT_GAIN * -(-num_tiles // num_sms) * key_tiles:
         return num_tiles, 1
     return num_tiles - rest, splits
 

@@ -25,14 +25,15 @@ def _small(head_dim: int = 64, **changes: object) -> Spec:
 
 MUTATED: dict[str, Spec] = {
     "turns, parts, output over queries": _small(split=True, schedule="pingpong"),
-    "tickets, output over queries": _small(causal=True, schedule="overlap"),
+    # fp16, whose range has the reference raised by ordinary scores
+    "tickets, output over queries": _small(causal=True, schedule="overlap", dtype="fp16"),
     "turns, output apart": _small(192, causal=True, q_stages=1, split=True, schedule="pingpong"),
     "varlen": _small(kv_layout="varlen", causal=True, q_stages=1, schedule="overlap"),
 }
 SYNCHRONISING = re.compile(
     r"(?<![\w.>])(?:\w+\.)?(?:wait_full|wait_empty|release|release_previous|return_tickets|setmaxnreg_\w+<\w+>|"
     r"mbarrier_(?:wait_parity|arrive\w*)|fence_\w+|wgmma_(?:fence|commit|wait<\d>)|bulk_\w+(?:<[\w\s-]*>)?|"
-    r"sync_(?:warp|block)|bar_(?:sync|arrive)_at<[^>]*>)\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);")
+    r"sync_(?:warp|block)|bar_(?:sync|arrive)(?:_at)?<[^>]*>)\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);")
 # (statement, line before it, line after it): why leaving it out changes nothing.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "attend(p, smem, barriers);"):
@@ -98,3 +99,55 @@ def test_the_variants_have_every_statement_of_the_templates() -> None:
     flags = [dict(lower(spec).flags) for spec in MUTATED.values()]
     for flag in flags[0]:
         assert any(f[flag] for f in flags) or flag == "lse", flag
+
+
+# name: (variant, file, part of the report, text, its replacement)
+FAULTS = {
+    "causal off by one": (
+        "tickets, output over queries", "kernel", "error", "q_pos + diagonal,", "q_pos + diagonal + 1,"),
+    "last tile not masked": (
+        "turns, parts, output over queries", "mask.cuh", "error",
+        "clamp_int((top.last + 1) / BLOCK_N", "clamp_int((top.last + BLOCK_N) / BLOCK_N"),
+    "parity of a round not turned": (
+        "turns, parts, output over queries", "ring.cuh", "", "round ^= stage == 0;", ""),
+    "values read as keys": (
+        "turns, parts, output over queries", "kernel", "", "descriptor(smem + SMEM_V)", "descriptor(smem + SMEM_K)"),
+    "another warpgroup's queries": (
+        "turns, output apart", "kernel", "", "first_row + 64 * w, work.head_q", "first_row, work.head_q"),
+    "output not rescaled": ("tickets, output over queries", "kernel", "error", "rescale.apply(o);", ""),
+    "sum not rescaled": (
+        "tickets, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= rescale.factor[h];", ""),
+    "parts not weighted": (
+        "turns, parts, output over queries", "merge.cuh", "error", "weight[j / 2 % 2], sum);", "1.0f, sum);"),
+    "arrivals not put back": (
+        "turns, parts, output over queries", "merge.cuh", "leaves counter", "if (last) *arrivals = 0;", ""),
+    "one part left out": (
+        "turns, parts, output over queries", "merge.cuh", "error",
+        "for (int i = 0; i < parts; ++i) {", "for (int i = 1; i < parts; ++i) {"),
+    "rows of the next sequence overwritten": (
+        "varlen", "kernel", "", "constexpr int STORED_ROWS = 16;", "constexpr int STORED_ROWS = 1;"),
+    "a sequence's own rows": ("varlen", "kernel", "", "return w.kv_begin;", "return w.kv_begin + 1;"),
+    "lanes trade with the wrong ones": ("varlen", "store_rows.cuh", "error", "trade(x[2], x[3], 1);", ""),
+    "NaN not looked for": (
+        "tickets, output over queries", "nonfinite.cuh", "NaN", "!any_in_warp(((zeros[0] | zeros[1])", "!any_in_warp((0"),
+    "NaN of hidden keys added": (
+        "tickets, output over queries", "nonfinite.cuh", "NaN",
+        "keys.first <= key && key <= keys.last;", "keys.first <= key && key <= keys.last + 1;"),
+    "NaN not put back": ("varlen", "kernel", "NaN", "a.poisoned[0] + a.poisoned[1] != 0", "false"),
+    "a ticket drawn twice": (
+        "tickets, output over queries", "kernel", "", "gridDim.x + draw_ticket(p.counters)", "gridDim.x"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(name: str) -> None:
+    variant, file, expected, old, new = FAULTS[name]
+    spec = MUTATED[variant]
+
+    def plant(text: str) -> str:
+        assert old in text, f"the text that {name!r} replaces is gone"
+        return text.replace(old, new)
+
+    report = caught(spec, changed(render(lower(spec)), file, plant), SCHEDULES[:1])
+    assert report, "not caught"
+    assert expected in report, report

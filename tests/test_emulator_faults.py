@@ -45,9 +45,9 @@ FAULTS = {
         "seqlen_kv - 1",
         "seqlen_kv - 2"),
     "mask one key late": (
-        "fa2_fwd_bf16_d64_causal", "mask.cuh", "error",
-        "keys.last - keys.first + 1, 0",
-        "keys.last - keys.first + 2, 0"),
+        "fa2_fwd_bf16_d64_causal", "kernel", "error",
+        "return col <= keys.last;",
+        "return col <= keys.last + 1;"),
     "whole tiles start too early": (
         "fa2_fwd_bf16_d64_causal", "mask.cuh", "error",
         "(top.last + 1) / BLOCK_N",
@@ -114,8 +114,8 @@ FAULTS = {
         "  if (threadIdx.x % 2) x += shfl_xor(x, 1);\n"),
     "lse without its maximum": (
         "fa2_fwd_bf16_d64", "epilogue.cuh", "lse",
-        "rows.max[m][h] * scale_log2 + log2",
-        "scale_log2 + log2"),
+        "rows.reference_log2(m, h, scale_log2) + log2",
+        "log2"),
     "output not rescaled": (
         "fa2_fwd_bf16_d64", "softmax.cuh", "error",
         "o[m][v][2 * h + 1] *= rescale;",

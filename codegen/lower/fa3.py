@@ -31,7 +31,8 @@ WARP_ROWS = 16            # of an accumulator of wgmma
 OUT_STAGES = 2            # panels of the output that a warp has under way
 WORK_STAGES = 2           # query tiles announced ahead: the one at work, and the one whose loads run
 TICKET_LEAD = 3           # hides the answer of a device-wide counter; more would hand out tiles too early
-ASSIGNMENT_BYTES = 40     # of one announcement, at most, and for each warpgroup
+CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
+ASSIGNMENT_BYTES = 56     # of one announcement, at most, and for each warpgroup
 KV_TILES_BYTES = 20
 
 
@@ -48,20 +49,21 @@ def lower(spec: Spec, target: Target) -> Plan:
     split = spec.split
     pingpong = (spec.schedule or tile.schedule) == "pingpong" and groups > 1
     order = "tickets" if varlen else "in_order" if mask == "full" else "longest_first"
-    barriers = _barriers(tile, groups)
+    # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
+    poisonable = varlen or mask != "full"
+    barriers = _barriers(tile, groups, poisonable)
     out_stages = _out_stages(spec, tile)
     smem = _smem(spec, tile, groups, split, out_stages, barriers)
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
         template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
-        constants=_constants(spec, tile, groups, split, pingpong, out_stages),
+        constants=_constants(spec, tile, groups, out_stages, split, pingpong, poisonable),
         slots=(("layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("score", spec.score), ("mask", mask),
                ("order", order)),
         flags=(("lse", spec.lse), ("split", split), ("whole", not split), ("tickets", order != "in_order"),
                ("pingpong", pingpong), ("out_over_queries", not out_stages), ("out_apart", bool(out_stages)),
                ("rows_end_inside", varlen), ("moves_registers", groups in REGISTERS),
-               # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
-               ("poisonable", varlen or mask != "full")),
+               ("poisonable", poisonable), ("pure", not poisonable)),
         params=_params(spec, mask, order, split), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
@@ -88,7 +90,7 @@ def _check_tile(spec: Spec, tile: TileRow) -> None:
                "a smaller tile.n, or fewer warpgroups")
 
 
-def _barriers(tile: TileRow, groups: int) -> tuple[Barrier, ...]:
+def _barriers(tile: TileRow, groups: int, poisonable: bool) -> tuple[Barrier, ...]:
     mma_warps, q_stages = WARPGROUP_WARPS * groups, tile.q_stages * groups
     return (
         Barrier("K_FULL", tile.stages, 1, "a tile of keys has landed"),
@@ -98,7 +100,10 @@ def _barriers(tile: TileRow, groups: int) -> tuple[Barrier, ...]:
         Barrier("Q_FULL", q_stages, 1, "the queries of a warpgroup have landed; [warpgroup][stage]"),
         Barrier("Q_EMPTY", q_stages, WARPGROUP_WARPS, "every warp of it is done with them; [warpgroup][stage]"),
         Barrier("WORK_FULL", WORK_STAGES, 1, "the next query tile is announced"),
-        Barrier("WORK_EMPTY", WORK_STAGES, mma_warps + 1, "every mma warp and the query warp have read it"),
+        Barrier("WORK_EMPTY", WORK_STAGES, mma_warps + 1 + (CLEAN_WARPS if poisonable else 0),
+                "every mma warp and the other load warps are done with it"),
+        *((Barrier("V_LANDED", tile.stages, 1, "a tile of values has landed that not every row sees whole"),)
+          if poisonable else ()),
     )
 
 
@@ -146,8 +151,8 @@ def _wgmma_shapes(spec: Spec, tile: TileRow) -> tuple[WgmmaShape, ...]:
             WgmmaShape(element, round_up(spec.head_dim_v, 16), "registers", "K_MAJOR", "MN_MAJOR"))
 
 
-def _constants(spec: Spec, tile: TileRow, groups: int, split: bool, pingpong: bool, out_stages: int
-               ) -> tuple[Constant, ...]:
+def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: bool, pingpong: bool,
+               poisonable: bool) -> tuple[Constant, ...]:
     cols_v = round_up(spec.head_dim_v, 16)
     constants = [
         Constant("WARPGROUPS", groups, "that multiply"),
@@ -176,6 +181,11 @@ def _constants(spec: Spec, tile: TileRow, groups: int, split: bool, pingpong: bo
         constants += [
             Constant("LOAD_REGISTERS", load_registers, "per thread that copies"),
             Constant("MMA_REGISTERS", mma_registers, "per thread that multiplies: what the others leave of 64 Ki"),
+        ]
+    if poisonable:
+        constants += [
+            Constant("CLEAN_WARPS", CLEAN_WARPS, "of the load warpgroup: what its other two leave"),
+            Constant("CLEAN_BARRIER", 1 + 2 * groups, "the named barrier at which they meet, behind those below"),
         ]
     if pingpong:
         constants.append(Constant("TURN_BARRIER", 1, "first of the named barriers for turns, one per warpgroup"))

@@ -3,6 +3,8 @@
 // the rare tile that holds such values they are added by hand to the rows that see them and replaced by zero.
 #pragma once
 #include "flashgen/mask.cuh"
+#include "flashgen/ptx/convert.cuh"
+#include "flashgen/ptx/fence.cuh"
 #include "flashgen/tile.cuh"
 
 // High bit of each half set where the 16-bit element is infinite or NaN: adding one in the last place of the exponent
@@ -67,4 +69,54 @@ FG_DEVICE void extract_nonfinite(float (&o)[M][V][4], unsigned char* tile, int q
     pair &= ~((bits >> 15) * 0xffffu);  // each set bit becomes a mask over its half
   }
   sync_block();
+}
+
+// For kernels whose tiles pass through warps of their own on the way to the products: searches a tile that has landed
+// and puts zeros where it finds any. By WARPS warps, of which this is number `warp`; each reports its own finds.
+template <class Shape, int WARPS, class Element>
+FG_DEVICE bool clean_tile(unsigned char* tile, int warp) {
+  constexpr int CHUNKS = Shape::BYTES / CHUNK_BYTES, STEP = WARPS * WARP_SIZE;
+  Chunk* const chunks = reinterpret_cast<Chunk*>(tile);  // in any order: what a chunk holds does not matter
+  const int first = warp * WARP_SIZE + threadIdx.x % WARP_SIZE;
+  uint32_t zeros[2] = {};  // pairs that stay 0 but for those: 0 * infinity is NaN
+#pragma unroll 4
+  for (int i = first; i < CHUNKS; i += STEP) {
+    const Chunk chunk = chunks[i];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) zeros[w % 2] = fma2(Element{}, chunk.words[w], 0, zeros[w % 2]);
+  }
+  if (!any_in_warp(((zeros[0] | zeros[1]) & 0x7fff7fff) != 0)) return false;
+#pragma unroll 1
+  for (int i = 4 * first; i < 4 * CHUNKS; i += i % 4 == 3 ? 4 * STEP - 3 : 1) {
+    uint32_t& pair = reinterpret_cast<uint32_t*>(tile)[i];
+    pair &= ~((nonfinite_bits<Element>(pair) >> 15) * 0xffffu);  // each set bit becomes a mask over its half
+  }
+  fence_proxy_async_shared();  // the products read through the async proxy
+  return true;
+}
+
+// Adds the non-finite values of keys [key, end) in device memory to the rows of `o` that see them. `v` points at row 0 of
+// the sequence, `q_pos` is the row of o[0][0][0].
+template <int HEAD_DIM, class Element, int V, class Visible>
+FG_DEVICE void add_nonfinite(float (&o)[1][V][4], const Element* v, int64_t row_stride, int key, int end, int q_pos,
+                             Visible visible) {
+#pragma unroll 1
+  for (; key < end; ++key) {
+    bool sees_key[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyRange keys = visible(q_pos + 8 * h);
+      sees_key[h] = keys.first <= key && key <= keys.last;
+    }
+#pragma unroll
+    for (int n = 0; n < V; ++n) {
+      const int col = 8 * n + threadIdx.x % 4 * 2;
+      if (col >= HEAD_DIM) continue;
+      const uint32_t pair = *reinterpret_cast<const uint32_t*>(v + key * row_stride + col);
+      const uint32_t bits = nonfinite_bits<Element>(pair);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (sees_key[i / 2] && bits >> (16 * (i % 2) + 15) & 1) o[0][n][i] += to_float(Element{(uint16_t)(pair >> 16 * (i % 2))});
+    }
+  }
 }
