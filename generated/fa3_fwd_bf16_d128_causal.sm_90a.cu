@@ -34,10 +34,11 @@
 // grid: x = one block per SM, or per unit of work where those are fewer
 // tile: fastest of the candidates timed on an H200, 2026-11-29 (docs/fa3.md)
 
-#include "flashgen/careful.cuh"
 #include "flashgen/epilogue.cuh"
 #include "flashgen/gemm_async.cuh"
 #include "flashgen/mask.cuh"
+#include "flashgen/nonfinite.cuh"
+#include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/ptx/setmaxnreg.cuh"
 #include "flashgen/ptx/tma.cuh"
 #include "flashgen/ring.cuh"
@@ -64,19 +65,21 @@ constexpr int OUT_STAGES = 2;  // panels of 16 rows of output that a warp has ro
 constexpr int STORED_ROWS = 1;  // of a warp's 16 that must exist for a box to take them: it ends where the tensor does
 constexpr int LOAD_REGISTERS = 32;  // per thread that copies
 constexpr int MMA_REGISTERS = 160;  // per thread that multiplies: what the others leave of 64 Ki
+constexpr int CLEAN_WARPS = 2;  // of the load warpgroup: what its other two leave
+constexpr int CLEAN_BARRIER = 7;  // the named barrier at which they meet, behind those below
 
-// Shared memory of one block, 229840 bytes:
+// Shared memory of one block, 229904 bytes:
 //   [0, +98304)  Q: [3 warpgroups][2 stages] of 64 queries
 //   [98304, +65536)  K: 4 stages of 64 keys
 //   [163840, +65536)  V: 4 stages of 64 values
-//   [229376, +200)  WORK: 2 announcements of query tiles
-//   [229584, +256)  BARRIERS: the mbarriers
+//   [229376, +232)  WORK: 2 announcements of query tiles
+//   [229616, +288)  BARRIERS: the mbarriers
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_K = 98304;
 constexpr int SMEM_V = 163840;
 constexpr int SMEM_WORK = 229376;
-constexpr int SMEM_BARRIERS = 229584;
-constexpr int SMEM_BYTES = 229840;
+constexpr int SMEM_BARRIERS = 229616;
+constexpr int SMEM_BYTES = 229904;
 
 // mbarriers, by their place in region BARRIERS:
 constexpr int K_FULL = 0;  // [4], complete after 1 arrivals: a tile of keys has landed
@@ -86,7 +89,8 @@ constexpr int V_EMPTY = 12;  // [4], complete after 12 arrivals: every mma warp 
 constexpr int Q_FULL = 16;  // [6], complete after 1 arrivals: the queries of a warpgroup have landed; [warpgroup][stage]
 constexpr int Q_EMPTY = 22;  // [6], complete after 4 arrivals: every warp of it is done with them; [warpgroup][stage]
 constexpr int WORK_FULL = 28;  // [2], complete after 1 arrivals: the next query tile is announced
-constexpr int WORK_EMPTY = 30;  // [2], complete after 13 arrivals: every mma warp and the query warp have read it
+constexpr int WORK_EMPTY = 30;  // [2], complete after 15 arrivals: every mma warp and the other load warps are done with it
+constexpr int V_LANDED = 32;  // [4], complete after 1 arrivals: a tile of values has landed that not every row sees whole
 
 struct Params {
   TensorMap q_map;  // of q: [head_dim, rows, heads, batch]
@@ -211,6 +215,8 @@ struct Assignment {
   Work work;
   int unit;                           // negative: there is no more
   TileRange range;                    // that are loaded
+  TileRange whole;                    // of those, the ones that every row sees whole
+  int poisoned[CLEAN_WARPS];          // by clean warp: whether the others held an infinity or a NaN
   KvTiles warpgroup[WARPGROUPS];      // of each one's rows; `end` lies in (range.begin, range.end]
 };
 static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(Assignment), "map and tiles agree");
@@ -226,17 +232,25 @@ FG_DEVICE KvTiles tiles_of_rows(const Params& p, const Work& w, int first_row, i
                            visible_keys(p, last_row, w.seqlen_q, w.seqlen_kv));
 }
 
+struct UnitTiles {
+  TileRange range, whole;
+};
+
+FG_DEVICE bool is_in(TileRange range, int tile) { return range.begin <= tile && tile < range.end; }
+
 // The tiles that a unit loads: all that its rows see, or its part of them. At least one, so that every stage of the
 // pipeline has something to do; a row that sees nothing of it masks it away.
-FG_DEVICE TileRange tiles_of_unit(const Params& p, const Work& w, int unit) {
+FG_DEVICE UnitTiles tiles_of_unit(const Params& p, const Work& w, int unit) {
   const KvTiles all = tiles_of_rows(p, w, w.m_tile * BLOCK_M, BLOCK_M);
+  const TileRange whole = {all.full_begin, all.full_end};
   const int end = max_int(all.end, all.begin + 1);
-  return {all.begin, end};
+  return {TileRange{all.begin, end}, whole};
 }
 
 // Writes an announcement, each lane a part. By the whole load warp.
-FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work, int unit, TileRange range) {
+FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work, int unit, const UnitTiles& unit_tiles) {
   const int lane = threadIdx.x % WARP_SIZE;
+  const TileRange range = unit_tiles.range;
   if (lane < WARPGROUPS) {
     const int first_row = work.m_tile * BLOCK_M + 64 * lane;
     KvTiles tiles = tiles_of_rows(p, work, first_row, 64);
@@ -247,6 +261,8 @@ FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work
     a.work = work;
     a.unit = unit;
     a.range = range;
+    a.whole = unit_tiles.whole;
+    for (int i = 0; i < CLEAN_WARPS; ++i) a.poisoned[i] = 0;
   }
   sync_warp();
 }
@@ -258,8 +274,8 @@ struct Assignments {
   uint64_t* barriers;
   Ring<WORK_STAGES> ring;
 
-  FG_DEVICE const Assignment& current() const {
-    return *reinterpret_cast<const Assignment*>(smem + SMEM_WORK + ring.stage * sizeof(Assignment));
+  FG_DEVICE Assignment& current() const {
+    return *reinterpret_cast<Assignment*>(smem + SMEM_WORK + ring.stage * sizeof(Assignment));
   }
   // Whether there is work in the current one, once it is announced.
   FG_DEVICE bool more() const {
@@ -276,31 +292,16 @@ struct Assignments {
   }
 };
 
-// The 16 rows of a warp from `row` on again, exactly as far as the non-finite values in them reach.
-FG_DEVICE void attend_carefully(const Params& p, const Work& w, int row) {
-  sync_warp();  // these rows have been written for other lanes
-#pragma unroll 1
-  for (int end = min_int(row + 16, w.seqlen_q); row < end; ++row)
-    careful_row<HEAD_DIM_QK, HEAD_DIM_V>(
-        out_rows(p, w) + row * p.out_row_stride, q_rows(p, w) + row * p.q_row_stride, k_rows(p, w), p.k_row_stride,
-        v_rows(p, w), p.v_row_stride, visible_keys(p, row, w.seqlen_q, w.seqlen_kv), [&](float raw, int key) {
-          float x[1][1][4] = {};
-          x[0][0][0] = raw;
-          modify_scores(x, p, w.head_q, row, key);
-          return x[0][0][0] * p.scale_log2;
-        });
-}
-
 // ---- the load warp: takes units, announces them, copies keys and values. Keys run one tile ahead of values, from one
 // unit into the next, because that is how the products need them.
 FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64_t* barriers) {
   Ring<NUM_STAGES> keys, values;
   Ring<WORK_STAGES> works;
   const bool issues = threadIdx.x == 0;
-  const auto announce = [&](const Work& work, int unit, TileRange range) {
+  const auto announce = [&](const Work& work, int unit, const UnitTiles& tiles) {
     works.wait_empty(barriers + WORK_EMPTY);
     write_assignment(*reinterpret_cast<Assignment*>(smem + SMEM_WORK + works.stage * sizeof(Assignment)), p, work, unit,
-                     range);
+                     tiles);
     if (issues) mbarrier_arrive(barriers + WORK_FULL + works.stage);
     works.advance();
   };
@@ -313,16 +314,18 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
     }
     keys.advance();
   };
-  const auto load_values = [&](int row, int head, int batch) {
+  const auto load_values = [&](int row, int head, int batch, bool whole) {
     values.wait_empty(barriers + V_EMPTY);
+    uint64_t* const landed = barriers + (whole ? V_FULL : V_LANDED) + values.stage;  // the clean warps come in between
     if (issues) {
-      mbarrier_arrive_expect_tx(barriers + V_FULL + values.stage, ValueTile::BYTES);
-      load_panels<ValueTile>(smem + SMEM_V + values.stage * ValueTile::BYTES, &p.v_map, barriers + V_FULL + values.stage,
-                             row, head, batch, EVICT_LAST);
+      mbarrier_arrive_expect_tx(landed, ValueTile::BYTES);
+      load_panels<ValueTile>(smem + SMEM_V + values.stage * ValueTile::BYTES, &p.v_map, landed, row, head, batch,
+                             EVICT_LAST);
     }
     values.advance();
   };
   int row = -1, head = 0, batch = 0;  // of the keys loaded last, whose values are due
+  bool whole = true;
   int unit = blockIdx.x;
   while (unit < num_units(p)) {
     const Work work = locate_work(p, ordered_tile(p, tile_of_unit(p, unit)));
@@ -330,21 +333,23 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
       unit = first_lane(next_unit(p, unit));
       continue;
     }
-    const TileRange range = tiles_of_unit(p, work, unit);
-    announce(work, unit, range);
+    const UnitTiles tiles = tiles_of_unit(p, work, unit);
+    const TileRange range = tiles.range;
+    announce(work, unit, tiles);
     int next = 0;
     for (int tile = range.begin; tile < range.end; ++tile) {
       // The next unit: late, so that whoever is done first takes it, and early enough for the answer to be there.
       if (tile == max_int(range.end - TICKET_LEAD, range.begin)) next = next_unit(p, unit);
       load_keys(map_kv_row(work) + tile * BLOCK_N, work.head_q / p.heads_per_kv_head, map_batch(work));
-      if (row >= 0) load_values(row, head, batch);
+      if (row >= 0) load_values(row, head, batch, whole);
       row = map_kv_row(work) + tile * BLOCK_N;
       head = work.head_q / p.heads_per_kv_head;
       batch = map_batch(work);
+      whole = is_in(tiles.whole, tile);
     }
     unit = first_lane(next);
   }
-  if (row >= 0) load_values(row, head, batch);
+  if (row >= 0) load_values(row, head, batch, whole);
   announce({}, -1, {});
   if (issues) return_tickets(p.counters);
 }
@@ -367,6 +372,32 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
       }
     }
     queries.advance();
+    assignments.advance();
+    assignments.release_previous();
+  }
+}
+
+// ---- the clean warps. A hidden key has weight 0, and 0 * NaN would still poison every row of its tile; the promise is
+// that a non-finite value reaches exactly the rows that see it. So between the copy engine and the products these warps
+// search the tiles of values that not every row sees whole, and put zeros where they find an infinity or a NaN. The rows
+// that do see it get it in the epilogue, from device memory.
+FG_DEVICE void clean_values(unsigned char* smem, uint64_t* barriers, int clean_warp) {
+  Ring<NUM_STAGES> values;
+  uint32_t landed = 0;  // parities, by stage: only some of its tiles come this way
+  Assignments assignments = {smem, barriers};
+  while (assignments.more()) {
+    Assignment& a = assignments.current();
+    const TileRange range = uniform_copy(a.range), whole = uniform_copy(a.whole);
+    for (int tile = range.begin; tile < range.end; ++tile, values.advance()) {
+      if (is_in(whole, tile)) continue;
+      mbarrier_wait_parity(barriers + V_LANDED + values.stage, landed >> values.stage & 1);
+      landed ^= 1u << values.stage;
+      if (clean_tile<ValueTile, CLEAN_WARPS, Element>(smem + SMEM_V + values.stage * ValueTile::BYTES, clean_warp) &&
+          threadIdx.x % WARP_SIZE == 0)
+        a.poisoned[clean_warp] = 1;
+      bar_sync<CLEAN_BARRIER, CLEAN_WARPS * WARP_SIZE>();
+      if (clean_warp == 0 && threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(barriers + V_FULL + values.stage);
+    }
     assignments.advance();
     assignments.release_previous();
   }
@@ -504,6 +535,12 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
 
     // ---- epilogue
     const int rows_here = work.seqlen_q - first_row;  // of the warpgroup's 64, those that exist; may be negative
+    if (a.poisoned[0] + a.poisoned[1] != 0) {
+      for (int i = a.range.begin; i < a.range.end; ++i)
+        if (!is_in(a.whole, i))
+          add_nonfinite<HEAD_DIM_V>(o, v_rows(p, work), p.v_row_stride, i * BLOCK_N,
+                                    min_int((i + 1) * BLOCK_N, work.seqlen_kv), row, visible);
+    }
     bool whole = true;
     if (whole) {
       normalise(o, rows);
@@ -517,10 +554,6 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       };
       if (warp_rows >= STORED_ROWS)
         store_panels<OutRows, OUT_STAGES>(&p.out_map, w, image, map_q_row(work) + warp_row, work.head_q, map_batch(work));
-      if (any_nonfinite<Element>(w)) {
-        if (lane == 0) bulk_wait<0>();
-        attend_carefully(p, work, warp_row);
-      }
     }
     assignments.release_previous();
     wgmma_wait<0>(registers_of(s));
@@ -544,7 +577,8 @@ fa3_fwd_bf16_d128_causal(const __grid_constant__ Params p) {
     for (int i = 0; i < 6; ++i) mbarrier_init(barriers + Q_FULL + i, 1);
     for (int i = 0; i < 6; ++i) mbarrier_init(barriers + Q_EMPTY + i, 4);
     for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WORK_FULL + i, 1);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WORK_EMPTY + i, 13);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WORK_EMPTY + i, 15);
+    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + V_LANDED + i, 1);
     fence_mbarrier_init();
   }
   sync_block();
@@ -553,6 +587,7 @@ fa3_fwd_bf16_d128_causal(const __grid_constant__ Params p) {
     const int warp = first_lane(threadIdx.x / WARP_SIZE);
     if (warp == 0) load_keys_and_values(p, smem, barriers);
     if (warp == 1) load_queries(p, smem, barriers);
+    if (warp >= 2) clean_values(smem, barriers, warp - 2);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
     attend(p, smem, barriers);

@@ -30,7 +30,7 @@ settings.register_profile("explain", deadline=None, derandomize=True)
 settings.load_profile("explain")
 
 LINES, COLUMNS = 50, 120  # one screen; a taller one for plans with barriers
-LINES_WITH_BARRIERS = 72
+LINES_WITH_BARRIERS = 76
 sides = st.sampled_from((-1, 0, 1, 2, 5, 17, 60, 2**31 - 1))
 masks = st.fixed_dictionaries({"window": st.tuples(sides, sides), "top_left": st.booleans()})
 lengths = st.integers(0, 45)

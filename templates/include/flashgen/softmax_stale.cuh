@@ -7,8 +7,8 @@
 #include "flashgen/softmax.cuh"
 
 // How far, in powers of two, a weight may outgrow 1. Its precision does not depend on that, only its range does: fp16
-// ends at 2^16; bf16 and the sums have the exponents of fp32, and 2^48 leaves room for 2^14 keys with values of 2^65.
-FG_DEVICE constexpr float stale_log2(bf16) { return 48.0f; }
+// ends at 2^16; bf16 and the sums have the exponents of fp32, and 2^32 leaves room for 2^14 keys with values of 2^81.
+FG_DEVICE constexpr float stale_log2(bf16) { return 32.0f; }
 FG_DEVICE constexpr float stale_log2(fp16) { return 14.0f; }
 
 constexpr int LOWEST_INT = -2147483647 - 1;
