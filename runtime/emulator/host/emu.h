@@ -22,7 +22,7 @@ uint32_t smem_addr(const void* pointer);
 // warp.cuh
 float shfl_xor(float x, int lane_mask);
 uint32_t ballot(bool x);
-float from_lane(float x, int lane);
+int first_lane(int x);
 void sync_warp();
 bool sync_block(bool x);  // whether any thread of the block brought true
 

@@ -34,16 +34,13 @@ void execute_vote(Warp& warp) {
   for (void* lane : warp.arguments) static_cast<Vote*>(lane)->result = result;
 }
 
-struct FromLane {
-  float value, result;
-  int source;
+struct FirstLane {
+  int value, result;
 };
 
-void execute_from_lane(Warp& warp) {
-  for (void* lane : warp.arguments) {
-    auto* const mine = static_cast<FromLane*>(lane);
-    mine->result = static_cast<FromLane*>(warp.arguments[mine->source % WARP_SIZE])->value;
-  }
+void execute_first_lane(Warp& warp) {
+  const int value = static_cast<FirstLane*>(warp.arguments[0])->value;
+  for (void* lane : warp.arguments) static_cast<FirstLane*>(lane)->result = value;
 }
 
 // As __syncwarp: the one collective here that orders memory between lanes.
@@ -137,10 +134,10 @@ uint32_t ballot(bool x) {
   return vote.result;
 }
 
-float from_lane(float x, int lane) {
+int first_lane(int x) {
   Fiber& fiber = enter(__builtin_return_address(0));
-  FromLane exchange{x, 0.0f, lane};
-  meet(fiber, execute_from_lane, &exchange);
+  FirstLane exchange{x, 0};
+  meet(fiber, execute_first_lane, &exchange);
   return exchange.result;
 }
 

@@ -6,7 +6,6 @@ FG_DEVICE float shfl_xor(float x, int lane_mask) { return __shfl_xor_sync(0xffff
 FG_DEVICE uint32_t shfl_xor(uint32_t x, int lane_mask) { return __shfl_xor_sync(0xffffffffu, x, lane_mask); }
 // Lane 0's value, which the compiler then knows to be the same in the whole warp: it can live in a uniform register.
 FG_DEVICE int first_lane(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-FG_DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 FG_DEVICE bool any_in_warp(bool x) { return __any_sync(0xffffffffu, x); }
 FG_DEVICE int count_in_warp(bool x) { return __popc(__ballot_sync(0xffffffffu, x)); }
 FG_DEVICE void sync_warp() { __syncwarp(); }  // what a lane wrote before is visible to the others after

@@ -6,10 +6,7 @@ FG_DEVICE float shfl_xor(float x, int lane_mask) { return emu::shfl_xor(x, lane_
 FG_DEVICE uint32_t shfl_xor(uint32_t x, int lane_mask) {
   return __builtin_bit_cast(uint32_t, emu::shfl_xor(__builtin_bit_cast(float, x), lane_mask));
 }
-FG_DEVICE int first_lane(int x) {
-  return __builtin_bit_cast(int, emu::from_lane(__builtin_bit_cast(float, x), 0));
-}
-FG_DEVICE float from_lane(float x, int lane) { return emu::from_lane(x, lane); }
+FG_DEVICE int first_lane(int x) { return emu::first_lane(x); }
 FG_DEVICE bool any_in_warp(bool x) { return emu::ballot(x) != 0; }
 FG_DEVICE int count_in_warp(bool x) { return __builtin_popcount(emu::ballot(x)); }
 FG_DEVICE void sync_warp() { emu::sync_warp(); }
