@@ -105,7 +105,7 @@ class Launch:
     threads: int
     min_blocks_per_sm: int  # second argument of __launch_bounds__
     smem_bytes: int
-    grid: str               # the rule, in words; the arithmetic is in runtime/kernel.py
+    grid: str               # the rule, in words; the arithmetic is in runtime/values.py
 
 
 @dataclass(frozen=True)

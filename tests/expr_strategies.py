@@ -28,8 +28,8 @@ SEQLEN_Q, SEQLEN_KV, HEADS, KV_BEGIN = 12, 15, 4, 3
 class Writer:
     """Draws text. Without `special`, floats are sums and products of small multiples of 0.25: exact in float64."""
 
-    def __init__(self, rng: random.Random, score: bool, special: bool = True, floats: bool = True) -> None:
-        self.rng, self.special, self.floats = rng, special, floats
+    def __init__(self, rng: random.Random, score: bool, special: bool = True) -> None:
+        self.rng, self.special = rng, special
         self.float_leaves = ["gain", "cap", "slope[head_q]", *(["score"] * 3 if score else [])]
 
     def of(self, kind: str, depth: int) -> str:
@@ -68,7 +68,7 @@ class Writer:
         if depth <= 0:
             return self.pick("flag", "True", "False", "(kv_pos <= q_pos)", "(q_pos - kv_pos < width)", "(kv_pos < 4)",
                              "keep[q_pos, kv_pos]")
-        kind = self.pick("int", "int", "float") if self.floats else "int"
+        kind = self.pick("int", "int", "float")
         a, b, c = (self.of(kind, depth - 1) for _ in range(3))
         p, q = self.bool_(depth - 1), self.bool_(depth - 1)
         sign, other = self.pick("<", "<=", ">", ">=", "==", "!="), self.pick("<", "<=", "==")
@@ -77,16 +77,16 @@ class Writer:
                          self.select("bool", depth - 1))
 
 
-def write(rng: random.Random, kind: str, depth: int, special: bool = True, floats: bool = True) -> str:
-    writer = Writer(rng, kind == "score", special, floats)
+def write(rng: random.Random, kind: str, depth: int, special: bool = True) -> str:
+    writer = Writer(rng, kind == "score", special)
     return writer.float_(depth) if kind == "score" else writer.bool_(depth)
 
 
 @st.composite
-def texts(draw: st.DrawFn, kind: str = "", depth: int = 3, special: bool = True, floats: bool = True) -> tuple[str, str]:
+def texts(draw: st.DrawFn, kind: str = "", depth: int = 3, special: bool = True) -> tuple[str, str]:
     """(kind, text)"""
     kind = kind or draw(st.sampled_from(["score", "mask"]))
-    return kind, write(draw(st.randoms(use_true_random=False)), kind, depth, special, floats)
+    return kind, write(draw(st.randoms(use_true_random=False)), kind, depth, special)
 
 
 def values(seed: int, quarters: bool = False) -> dict[str, Any]:

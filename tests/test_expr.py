@@ -17,6 +17,8 @@ from flashgen.codegen.expr_tree import Expr, ScalarParam, TensorParam
 from flashgen.errors import SpecError
 
 SCORE, MASK = "score", "mask"
+WORDS = ["score", "q_pos", "(", ")", "[", "]", ",", "-", "not ", "+", "//", "1", "2.5", " if ", " else ", "min", "<",
+         "slope", "==", " and ", "flag", "bias"]
 NESTED = "(" * (MAX_DEPTH + 1) + "score" + ")" * (MAX_DEPTH + 1)
 
 
@@ -76,10 +78,11 @@ REFUSED: list[tuple[str, str, int, str]] = [
     (MASK, "not " * 1000 + "flag", 1, "nested"), (SCORE, "+".join(["score"] * 700), 1, "too large"),
     (SCORE, "score" + "/2/score" * 60, 1, "nested"), (SCORE, "1 if flag else " * 60 + "score", 1, "nested"),
     (SCORE, "_", 1, "no known name"), (SCORE, "score score", 1, "no expression"),
+    (SCORE, "  \n scorr", 5, "no known name"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "text", "column", "words"), REFUSED, ids=lambda value: str(value)[:24].encode("ascii", "replace").decode())
+@pytest.mark.parametrize(("kind", "text", "column", "words"), REFUSED, ids=lambda value: ascii(value)[:24])
 def test_refused(kind: Any, text: str, column: int, words: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse(text, PARAMS, kind, "spec.yaml:3:9")
@@ -109,8 +112,7 @@ def test_nearest_name_and_function() -> None:
 
 @settings(max_examples=300, deadline=1000)
 @given(st.text(max_size=80) | st.text(alphabet="score+-*/%()[],. 0123456789<>=!ifelsandotx_", max_size=80)
-       | st.lists(st.sampled_from(["score", "q_pos", "(", ")", "[", "]", ",", "-", "not ", "+", "//", "1", "2.5", " if ",
-                                   " else ", "min", "slope", "<", "==", " and ", "flag", "bias"]), max_size=40).map("".join),
+       | st.lists(st.sampled_from(WORDS), max_size=40).map("".join),
        st.sampled_from(["score", "mask"]))
 def test_any_text_gives_a_tree_or_an_error(text: str, kind: Any) -> None:
     try:
@@ -254,7 +256,8 @@ def test_refused_params(declared: Any, where: str, words: str) -> None:
 def test_params() -> None:
     assert PARAMS["cap"] == ScalarParam("cap", "float", 2.5)
     assert PARAMS["bias"] == TensorParam("bias", "float32", ("num_heads_q", 9))
-    assert read_params({"x": {"type": "float", "default": 0.1}})["x"] == ScalarParam("x", "float", float(np.float32(0.1)))
+    tenth = read_params({"x": {"type": "float", "default": 0.1}})["x"]
+    assert tenth == ScalarParam("x", "float", float(np.float32(0.1)))
 
 
 def test_user_text_never_reaches_cuda() -> None:

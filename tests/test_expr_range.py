@@ -33,7 +33,7 @@ def of_points(visible: Any) -> TileClass:
 @settings(max_examples=300, deadline=None)
 @given(texts("mask", depth=3), st.integers(0, 2**16), st.data())
 def test_sound(case: tuple[Any, str], seed: int, data: st.DataObject) -> None:
-    """SKIP and FULL are true of every position of the box, whatever else is given exactly, as a range, or not at all."""
+    """SKIP and FULL are true of every position in the box; other names are given exactly, as a range, or not at all."""
     try:
         tree = read(case[1])
     except SpecError:
@@ -63,8 +63,10 @@ FAMILIES: dict[str, str] = {
     "window": "0 <= q_pos - kv_pos < window", "two-sided": "abs(q_pos - kv_pos) <= window",
     "left and right": "kv_pos >= q_pos - window and kv_pos <= q_pos + right",
     "sinks and window": "kv_pos <= q_pos and (q_pos - kv_pos < window or kv_pos < sinks)",
-    "prefix-LM": "kv_pos <= q_pos or kv_pos < prefix", "prefix, then window": "kv_pos < prefix or 0 <= q_pos - kv_pos < window",
-    "chunked": "q_pos // chunk == kv_pos // chunk", "chunked and causal": "kv_pos <= q_pos and q_pos // chunk == kv_pos // chunk",
+    "prefix-LM": "kv_pos <= q_pos or kv_pos < prefix",
+    "prefix, then window": "kv_pos < prefix or 0 <= q_pos - kv_pos < window",
+    "chunked": "q_pos // chunk == kv_pos // chunk",
+    "chunked and causal": "kv_pos <= q_pos and q_pos // chunk == kv_pos // chunk",
     "neighbouring chunks": "kv_pos <= q_pos and q_pos // chunk - kv_pos // chunk <= 1",
     "dilated": "kv_pos <= q_pos and (q_pos - kv_pos) % step == 0",
     "dilated by block": "kv_pos <= q_pos and (q_pos // chunk - kv_pos // chunk) % step == 0",

@@ -20,7 +20,7 @@ from flashgen.codegen.expr_canon import canonical
 from flashgen.codegen.expr_eval import evaluate
 from flashgen.codegen.expr_grad import derivative, tensor_derivative
 from flashgen.codegen.expr_print import CUDA_HELPERS, CUDA_NAMES, hoist, to_cuda
-from flashgen.codegen.expr_tree import Expr, Name, TensorParam, names_of, walk
+from flashgen.codegen.expr_tree import Expr, Name, Op, TensorParam, names_of, walk
 from flashgen.errors import SpecError
 
 MASK = "mask"
@@ -138,8 +138,8 @@ def c_source(trees: list[Expr]) -> str:
     members = "".join(f"  const {C_TYPES[p.type]}{'*' if isinstance(p, TensorParam) else ''} user_{name};\n"
                       for name, p in PARAMS.items())
     functions = "".join(f"""
-extern "C" void f{i}({C_TYPES[tree.type]}* out, const Params& p, const float* scores, int head_q, int batch, int head_kv,
-                     int seqlen_q, int seqlen_kv, int kv_begin) {{
+extern "C" void f{i}({C_TYPES[tree.type]}* out, const Params& p, const float* scores, int head_q, int batch,
+                     int head_kv, int seqlen_q, int seqlen_kv, int kv_begin) {{
   for (int row = 0; row < seqlen_q; ++row)
     for (int kv_pos = 0; kv_pos < seqlen_kv; ++kv_pos) {{
       const int q_pos = row + seqlen_kv - seqlen_q;
@@ -155,7 +155,8 @@ def run_c(library: ctypes.CDLL, index: int, tree: Expr, env: dict[str, Any]) -> 
     fields = [(name, ctypes.c_void_p if isinstance(p, TensorParam) else kinds[p.type]) for name, p in PARAMS.items()]
     struct = type("Params", (ctypes.Structure,), {"_fields_": fields})
     params = struct(*(env[name].ctypes.data if isinstance(p, TensorParam) else env[name] for name, p in PARAMS.items()))
-    out = np.empty((SEQLEN_Q, SEQLEN_KV), {"float": np.float32, "bool": np.bool_, "int": np.int32}[tree.type])
+    dtypes = {"float": np.float32, "bool": np.bool_, "int": np.int32}
+    out: np.ndarray = np.empty((SEQLEN_Q, SEQLEN_KV), dtypes[tree.type])
     numbers = [env[name] for name in ("head_q", "batch", "head_kv", "seqlen_q", "seqlen_kv", "kv_begin")]
     getattr(library, f"f{index}")(ctypes.c_void_p(out.ctypes.data), ctypes.byref(params),
                                   ctypes.c_void_p(env["score"].ctypes.data), *map(ctypes.c_int, numbers))
@@ -173,7 +174,8 @@ def compiled(trees: list[Expr], folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "text.so"))
 
 
-SHOWN = ["cap * tanh(score / cap) - slope[head_q] * abs(q_pos - kv_pos)", "tanh(score)", "exp(2 * score)", "exp(-score)",
+SHOWN = ["cap * tanh(score / cap) - slope[head_q] * abs(q_pos - kv_pos)", "tanh(score)", "exp(2 * score)",
+         "exp(-score)",
          "log(abs(score))", "sigmoid(100 * score)", "tanh(1e30 * score)", "tanh(1e-3 * score)", "score / 0.0",
          "float(-2147483648 // step) + q_pos // width", "float(abs(-2147483648) % width)", "exp(-2 * score * gain)",
          "score if q_pos < kv_pos else gain if flag else -1", "float(2147483647 + q_pos * 2147483647 - step)"]
@@ -185,7 +187,8 @@ def test_cuda_text_on_the_host(special: bool, tmp_path: Path) -> None:
     rng = random.Random(7 + special)
     trees = drawn(rng, "score", 60, special=special) + drawn(rng, "mask", 60, special=special)
     if special:
-        trees += [canonical(read(text)) for text in SHOWN]
+        trees = [tree for tree in trees if has_exact_conditions(tree)] + [canonical(read(text)) for text in SHOWN]
+        assert len(trees) > 80
     library = compiled(trees, tmp_path)
     for seed in range(4):
         env = values(seed, quarters=seed == 0)
@@ -201,11 +204,17 @@ def test_cuda_text_on_the_host(special: bool, tmp_path: Path) -> None:
                 np.testing.assert_array_equal(got, expected, err_msg=tree.text)
 
 
+def has_exact_conditions(tree: Expr) -> bool:
+    """Whether no comparison hangs on a special function, whose last bit would decide `gain < log(exp(gain))`."""
+    inside = [node for side in walk(tree) if isinstance(side, Op) and side.op in ("lt", "le", "eq", "ne")
+              for node in walk(side)]
+    return not any(isinstance(node, Op) and node.op in ("exp", "log", "tanh", "sigmoid") for node in inside)
+
+
 def agree(got: np.ndarray, single: np.ndarray, double: np.ndarray, text: str) -> None:
     """Where float32 and float64 tell apart what an expression magnifies, `got` may be off by as much again."""
     if got.dtype == np.bool_:
-        same = single == double
-        assert (got == single)[same].all(), text
+        assert (got == single).all(), text
         return
     with np.errstate(all="ignore"):
         loss = np.abs(single - double)
@@ -236,11 +245,15 @@ def difference(tree: Expr, env: dict[str, Any], name: str, step: float, place: A
 
 
 def check_derivative(tree: Expr, found: Any, env: dict[str, Any], name: str, place: Any = None) -> int:
-    """Compares where two steps give one quotient: there is no kink nearby, and rounding does not show. How many."""
+    """Compares where two steps give one quotient, so that there is no kink nearby and rounding does not show, and where
+    all values inside are finite. Returns at how many places."""
     with np.errstate(all="ignore"):
         wide, narrow = (difference(tree, env, name, step, place) for step in (2e-4, 1e-4))
         value = evaluate(tree, env, np, "float64")
         steady = (np.abs(wide - narrow) <= 1e-6 * np.abs(narrow)) & (np.abs(value) < 1e4 * np.abs(narrow) + 1e3)
+    for node in walk(tree):
+        if node.type == "float":
+            steady = steady & np.isfinite(evaluate(node, env, np, "float64"))
     found, narrow, steady = np.broadcast_arrays(found, narrow, steady)
     np.testing.assert_allclose(found[steady], narrow[steady], rtol=1e-5, atol=1e-6, err_msg=tree.text)
     return int(steady.sum())
@@ -292,10 +305,10 @@ def check_tensor(tree: Expr, name: str, env: dict[str, Any]) -> int:
 def test_derivative_agrees_with_autograd() -> None:
     env = values(1)
     tree = canonical(read("cap * tanh(score / cap) * sigmoid(score) + bias[head_q, q_pos - kv_pos] * score"))
-    given_to_torch = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True)
-                      if name in ("score", "bias", "cap") else value for name, value in env.items()
-                      if name not in ("slope", "table", "doc", "keep")}
+    given_to_torch: dict[str, Any] = {"head_q": env["head_q"]}
     given_to_torch |= {name: torch.tensor(env[name]) for name in ("q_pos", "kv_pos")}
+    given_to_torch |= {name: torch.tensor(env[name], dtype=torch.float64, requires_grad=True)
+                       for name in ("score", "bias", "cap")}
     evaluate(tree, given_to_torch, torch, "float64").sum().backward()
     np.testing.assert_allclose(evaluate(derivative(tree, "score"), env, np, "float64"), given_to_torch["score"].grad)
     np.testing.assert_allclose(evaluate(derivative(tree, "cap"), env, np, "float64").sum(), given_to_torch["cap"].grad)
@@ -316,6 +329,7 @@ def test_derivative_choices_at_kinks() -> None:
     assert at_zero("min(gain, score)", "gain") == 1  # the first in canonical order
     assert at_zero("min(gain, score)", "score") == 0
     assert at_zero("max(0, score)") == 0
+    assert at_zero("min(log(score - 1), score)") == 1  # of NaN and a number, the number
     assert at_zero("score if score < 0 else 2 * score") == 2
 
 
