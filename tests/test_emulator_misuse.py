@@ -133,14 +133,6 @@ MISUSES: dict[str, tuple[str, str, dict]] = {
         "argument",
         STORED + "if (t == 0) { tma_reduce_add_2d(&p.map, shared, -4, 7); bulk_commit(); bulk_wait<0>(); }",
         {"maps": {"map": WRITTEN_MAP}}),
-    "tensor store past the end": (
-        "argument",
-        STORED + "if (t == 0) { tma_store_2d(&p.map, shared, 0, 8); bulk_commit(); bulk_wait<0>(); }",
-        {"maps": {"map": WRITTEN_MAP}}),
-    "tensor sum past the end": (
-        "argument",
-        STORED + "if (t == 0) { tma_reduce_add_2d(&p.map, shared, 8, 0); bulk_commit(); bulk_wait<0>(); }",
-        {"maps": {"map": WRITTEN_MAP}}),
     "store not committed": (
         "unwaited",
         "shared[t] = t;\n"
