@@ -307,21 +307,17 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   };
   const auto load_keys = [&](int row, int head, int batch) {
     keys.wait_empty(barriers + K_EMPTY);
-    if (issues) {
-      mbarrier_arrive_expect_tx(barriers + K_FULL + keys.stage, KeyTile::BYTES);
+    if (issues)
       load_panels<KeyTile>(smem + SMEM_K + keys.stage * KeyTile::BYTES, &p.k_map, barriers + K_FULL + keys.stage, row,
                            head, batch, EVICT_LAST);
-    }
     keys.advance();
   };
   const auto load_values = [&](int row, int head, int batch, bool whole) {
     values.wait_empty(barriers + V_EMPTY);
     uint64_t* const landed = barriers + (whole ? V_FULL : V_LANDED) + values.stage;  // the clean warps come in between
-    if (issues) {
-      mbarrier_arrive_expect_tx(landed, ValueTile::BYTES);
+    if (issues)
       load_panels<ValueTile>(smem + SMEM_V + values.stage * ValueTile::BYTES, &p.v_map, landed, row, head, batch,
                              EVICT_LAST);
-    }
     values.advance();
   };
   int row = -1, head = 0, batch = 0;  // of the keys loaded last, whose values are due
@@ -365,11 +361,9 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
     for (int w = 0; w < WARPGROUPS; ++w) {
       uint64_t* const full = barriers + Q_FULL + w * Q_STAGES + queries.stage;
       queries.wait_empty(barriers + Q_EMPTY + w * Q_STAGES);
-      if (threadIdx.x % WARP_SIZE == 0) {
-        mbarrier_arrive_expect_tx(full, QueryTile::BYTES);
+      if (threadIdx.x % WARP_SIZE == 0)
         load_panels<QueryTile>(smem + SMEM_Q + (w * Q_STAGES + queries.stage) * QueryTile::BYTES, &p.q_map, full,
                                first_row + 64 * w, work.head_q, map_batch(work), EVICT_FIRST);
-      }
     }
     queries.advance();
     assignments.advance();

@@ -118,6 +118,18 @@ def caught(spec: Spec, source: Source, schedules: list[Schedule]) -> str:
     return ""
 
 
+SCHEDULES = [Schedule("random", 0), Schedule("lazy", 1)]  # what a mutated kernel has to pass
+
+
+def report_of_fault(spec: Spec, file: str, old: str, new: str) -> str:
+    """As `caught`, of the spec's kernel with `old` replaced by `new` in one of its files, named as in `changed`."""
+    def plant(text: str) -> str:
+        assert old in text, f"the text that the fault replaces is gone: {old}"
+        return text.replace(old, new)
+
+    return caught(spec, changed(render(lower(spec)), file, plant), SCHEDULES[:1])
+
+
 SYNCHRONISING = re.compile(r"(?<![\w.])(?:sync_block|cp_async_wait<[^>]*>|cp_async_commit)\(\);")
 
 

@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import pytest
+from candidates_kit import SMALL, found_for, spec_of
 
 from flashgen.codegen import candidates as module
 from flashgen.codegen.candidates import (
     MAX_CANDIDATES,
-    Candidates,
     candidates,
     default_shapes,
     present_row,
@@ -24,8 +23,6 @@ from flashgen.codegen.spec import Spec, Tile, load_specs, shipped_spec_paths
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import FlashgenError, PlanError, UnsupportedError
 
-SMALL = (Shape(2, 512, 512, 8, 8), Shape(1, 1024, 1024, 8, 8))
-
 
 def shipped(family: str) -> list[Spec]:
     """One spec of every (target, head dims, mask, split): what the tile table tells apart."""
@@ -36,18 +33,6 @@ def shipped(family: str) -> list[Spec]:
 def some(family: str) -> list[Spec]:
     """Of those, every third for the targets with most and least shared memory: a grid takes half a second."""
     return [spec for spec in shipped(family) if spec.arch in ("sm_86", "sm_90", "sm_90a")][::3]
-
-
-@functools.cache
-def spec_of(variant: str, arch: str = "") -> Spec:
-    return next(spec for path in shipped_spec_paths() for spec in load_specs(path).specs
-                if spec.variant == variant and arch in ("", spec.arch))
-
-
-@functools.cache
-def found_for(variant: str, arch: str = "", limit: int = MAX_CANDIDATES) -> Candidates:
-    spec = spec_of(variant, arch)
-    return candidates(spec, SMALL, limit)
 
 
 @pytest.mark.parametrize("family", ["fa2", "fa3"])

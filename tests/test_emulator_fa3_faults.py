@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-from emulator_kit import caught, changed, shipped
+from emulator_kit import SCHEDULES, caught, changed, report_of_fault, shipped
 
 from flashgen.codegen.lower import lower
 from flashgen.codegen.render import render
 from flashgen.codegen.spec import Spec
-from flashgen.runtime.emulator.schedule import Schedule
-
-SCHEDULES = [Schedule("random", 0), Schedule("lazy", 1)]
 
 
 def _small(head_dim: int = 64, **changes: object) -> Spec:
@@ -145,12 +142,6 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_caught(name: str) -> None:
     variant, file, expected, old, new = FAULTS[name]
-    spec = MUTATED[variant]
-
-    def plant(text: str) -> str:
-        assert old in text, f"the text that {name!r} replaces is gone"
-        return text.replace(old, new)
-
-    report = caught(spec, changed(render(lower(spec)), file, plant), SCHEDULES[:1])
+    report = report_of_fault(MUTATED[variant], file, old, new)
     assert report, "not caught"
     assert expected in report, report

@@ -2,13 +2,11 @@
 from __future__ import annotations
 
 import pytest
-from emulator_kit import caught, changed, shipped, synchronising
+from emulator_kit import SCHEDULES, caught, changed, report_of_fault, shipped, synchronising
 
 from flashgen.codegen.lower import lower
 from flashgen.codegen.render import render
-from flashgen.runtime.emulator.schedule import Schedule
 
-SCHEDULES = [Schedule("random", 0), Schedule("lazy", 1)]
 MUTATED = ("fa2_fwd_bf16_d32_window", "fa2_fwd_bf16_d64_causal_varlen", "fa2_fwd_bf16_d128")
 
 def _sites() -> list[tuple[str, str, int, str, int]]:
@@ -138,12 +136,6 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_caught(name: str) -> None:
     variant, file, expected, old, new = FAULTS[name]
-    spec = shipped(variant)
-
-    def plant(text: str) -> str:
-        assert old in text, f"the text that {name!r} replaces is gone"
-        return text.replace(old, new)
-
-    report = caught(spec, changed(render(lower(spec)), file, plant), SCHEDULES[:1])
+    report = report_of_fault(shipped(variant), file, old, new)
     assert report, "not caught"
     assert expected in report, report

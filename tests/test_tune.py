@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from candidates_kit import found_for, spec_of
 from kit import attention_by_reference
 from typer.testing import CliRunner
 
@@ -17,15 +18,11 @@ from flashgen.cli.app import app
 from flashgen.codegen import tiles
 from flashgen.codegen.candidates import (
     GRIDS,
-    MAX_CANDIDATES,
     Candidate,
-    Candidates,
-    candidates,
 )
-from flashgen.codegen.explain import Shape
 from flashgen.codegen.lower import lower
 from flashgen.codegen.slots import mask_choice
-from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths, spec_path
+from flashgen.codegen.spec import Spec, load_specs, spec_path
 from flashgen.codegen.tiles import TileRow
 from flashgen.errors import CompileError, EnvironmentError_, UnsupportedError, VerifyError
 from flashgen.runtime import bench_device, tune_write
@@ -33,21 +30,6 @@ from flashgen.runtime import tune as runner
 from flashgen.runtime.bench import WARMUP_ROUNDS, Call, Run
 from flashgen.runtime.bench_cases import Case
 from flashgen.runtime.build import BuildResult
-
-SMALL = (Shape(2, 512, 512, 8, 8), Shape(1, 1024, 1024, 8, 8))
-
-
-@functools.cache
-def spec_of(variant: str, arch: str = "") -> Spec:
-    return next(spec for path in shipped_spec_paths() for spec in load_specs(path).specs
-                if spec.variant == variant and arch in ("", spec.arch))
-
-
-@functools.cache
-def found_for(variant: str, arch: str = "", limit: int = MAX_CANDIDATES) -> Candidates:
-    spec = spec_of(variant, arch)
-    return candidates(spec, SMALL, limit)
-
 
 # -- measuring
 

@@ -1,6 +1,6 @@
 """Lowers the fa3 family: FlashAttention-3 (Shah et al. 2024) on the copy engine, wgmma and mbarriers; sm_90a.
 
-A persistent block has a warpgroup of copy warps and one to three warpgroups that multiply, each with 64 rows of the
+A persistent block has a warpgroup of copy warps and one to four warpgroups that multiply, each with 64 rows of the
 query tile. Keys and values pass through rings of NUM_STAGES stages; each warpgroup has Q_STAGES query stages.
 """
 from __future__ import annotations

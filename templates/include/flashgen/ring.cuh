@@ -28,10 +28,12 @@ FG_DEVICE T uniform_copy(const T& shared) {
   return copy;
 }
 
-// A tile (a TileShape) of rows of one head, panel by panel; `full` gets the bytes of all panels.
+// Starts a tile (a TileShape) of rows of one head, panel by panel; `full` expects the bytes of all panels, and is
+// complete when they have landed. By one thread.
 template <class Tile>
 FG_DEVICE void load_panels(unsigned char* tile, const TensorMap* map, uint64_t* full, int row, int head, int batch,
                            CachePolicy policy) {
+  mbarrier_arrive_expect_tx(full, Tile::BYTES);
 #pragma unroll
   for (int chunk = 0; chunk < Tile::CHUNKS; chunk += Tile::PANEL_CHUNKS)
     tma_load_4d(tile + Tile::step(0, chunk), map, full, chunk * ELEMENTS_PER_CHUNK, row, head, batch, policy);
