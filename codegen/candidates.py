@@ -201,7 +201,9 @@ def candidates(spec: Spec, shapes: Sequence[Shape], limit: int = MAX_CANDIDATES)
 
 
 def tilings(spec: Spec) -> Iterator[Tiling]:
-    """The grid of the spec's family, narrowed to what the spec sets."""
+    """The grid of the spec's family, narrowed to what the spec sets. PlanError for a family that has one tile."""
+    if spec.family not in GRIDS:
+        raise PlanError(f"family {spec.family} has one tile", where=spec.variant, allowed=", ".join(GRIDS))
     axes = {name: _fixed(spec).get(name, values) for name, values in GRIDS[spec.family].items()}
     for values in itertools.product(*axes.values()):
         tiling = dict(zip(axes, values, strict=True))

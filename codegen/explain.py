@@ -158,6 +158,10 @@ def explain(spec: Spec | str | os.PathLike[str], *, registers: int | None = None
 def explain_plan(plan: Plan, spec: Spec, *, registers: int | None = None, variants: int = 1, **problem: Any
                  ) -> Explanation:
     """`explain` for a plan that is there already, made from `spec`."""
+    if spec.pass_ != "fwd":  # what a block does then stands in device memory
+        raise UnsupportedError(f"{spec.variant} is of pass {spec.pass_}, whose work is not counted here",
+                               where="explain", allowed="pass fwd",
+                               next="flashgen build SPEC -o DIR writes the plan and the kernel")
     shape, target = Shape.of(**problem), TARGETS[plan.target]
     if shape.window != (-1, -1) and not spec.window:
         raise UnsupportedError(f"window is {shape.window}, and {spec.variant} has none", where="problem",

@@ -61,6 +61,7 @@ CTYPES: dict[str, CType] = {
     "element_out": CType("Element*", "Q", 8),
     "f32_out": CType("float*", "Q", 8),
     "i32_out": CType("int32_t*", "Q", 8),
+    "f32_ptr": CType("const float*", "Q", 8),
     "tensor_map": CType("TensorMap", "128s", 128, 64),
     "i32_ptr": CType("const int32_t*", "Q", 8),
     "i64": CType("int64_t", "q", 8),
@@ -71,7 +72,8 @@ CTYPES: dict[str, CType] = {
 
 @dataclass(frozen=True)
 class TensorMap:
-    """How the copy engine sees a tensor: [columns, rows, heads, batch], of which a copy takes one panel of one head.
+    """How the copy engine sees a tensor: [columns, rows, heads, batch], of which a copy takes one panel of one head;
+    or, with `box_panels`, [columns of a panel, rows, panels, batch or pages], of which it takes several panels.
 
     `name` is a parameter of type tensor_map, `tensor` the pointer parameter it describes. Varlen: batch is 1.
     """
@@ -81,6 +83,7 @@ class TensorMap:
     box_cols: int        # elements, contiguous: one panel
     box_rows: int
     swizzle_bytes: int   # of a row of the panel: 128, 64
+    box_panels: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Launch:
     min_blocks_per_sm: int  # second argument of __launch_bounds__
     smem_bytes: int
     grid: str               # the rule, in words; the arithmetic is in runtime/values.py
+    programmatic: bool = False  # may start while the kernel before it ends; it waits before it reads
 
 
 @dataclass(frozen=True)

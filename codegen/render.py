@@ -12,7 +12,7 @@ import jinja2
 import jinja2.sandbox
 
 from flashgen.codegen.plan import CTYPES, Plan
-from flashgen.codegen.slots import MASKS
+from flashgen.codegen.slots import MASKS, KvLoop
 from flashgen.codegen.source import Source
 from flashgen.codegen.wgmma import HEADER as WGMMA_HEADER
 from flashgen.codegen.wgmma import render_wgmma
@@ -37,7 +37,7 @@ def render(plan: Plan) -> Source:
     try:
         template = environment().get_template(plan.template)
         text = template.render(plan=_view(plan), flags=dict(plan.flags),
-                               kv_loops=MASKS[dict(plan.slots)["mask"]].loops[plan.family],
+                               kv_loops=_kv_loops(plan),
                                slot_files=[f"slots/{slot}/{choice}.cuh.j2" for slot, choice in plan.slots])
     except jinja2.TemplateError as error:
         where = f"{getattr(error, 'filename', None) or plan.template}:{getattr(error, 'lineno', 0) or 0}"
@@ -47,6 +47,11 @@ def render(plan: Plan) -> Source:
     return Source(text=text, entry=plan.variant, file_name=f"{plan.kernel_name}.cu",
                   headers=reached_headers(text, _rendered_headers(plan)), arch=plan.target,
                   options=plan.compiler_options)
+
+
+def _kv_loops(plan: Plan) -> tuple[KvLoop, ...]:
+    mask = dict(plan.slots).get("mask")
+    return MASKS[mask].loops[plan.family] if mask else ()
 
 
 def plan_and_source(spec: Spec) -> tuple[Plan, Source]:

@@ -7,6 +7,8 @@ A slot's contract is the set of device functions its files define:
           bool sees(keys, kv_pos), of that interval and a position, both counted from the same place
   score   void modify_scores(s, p, head_q, q_pos, kv_pos)
   order   (persistent grids) int next_unit(p, unit), known to lane 0, and int ordered_tile(p, tile): which comes when
+  cache   (flashmla) CacheRow cache_row(p, request, key): the page of a key and its row in it
+  copy    (flashmla) struct CacheCopy, which copies tiles of keys: find, start and flush, by each of COPY_WARPS warps
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
@@ -82,7 +84,8 @@ ORDERS: dict[str, tuple[Param, ...]] = {
 }
 
 SLOTS: dict[str, tuple[str, ...]] = {"layout": tuple(LAYOUTS), "score": tuple(SCORES), "mask": tuple(MASKS),
-                                     "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS)}
+                                     "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "cache": ("dense", "pages"),
+                                     "copy": ("boxes", "rows")}
 
 
 def mask_choice(causal: bool, window: bool) -> str:

@@ -29,6 +29,7 @@ else:
     DTypeName = Literal[tuple(DTYPES)]
     FamilyName = Literal[tuple(spec_rules.FAMILIES)]
 
+MAX_HEAD_DIM = 576  # of any family; most stop at spec_rules.FORWARD_HEAD_DIMS
 NAME_PATTERN = r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$"  # no double underscore: C++ reserves those
 
 
@@ -57,18 +58,25 @@ class Spec(_Frozen):
 
     name: Annotated[str, _row("first part of the kernels' names", pattern=NAME_PATTERN, max_length=64)]
     family: Annotated[FamilyName, _row("algorithm, a module of codegen/lower")]
-    pass_: Annotated[Literal["fwd"], _row("direction", alias="pass")]
+    pass_: Annotated[Literal["fwd", "decode", "schedule"], _row(
+        "fwd: many queries; decode: a few new ones over a cache; schedule: which block of a decode does what, worked "
+        "out on the device", alias="pass")]
     arch: Annotated[Arch, _row("compilation target, as NVRTC spells it")]
     dtype: Annotated[DTypeName, _row("element type of q, k, v and out")]
-    head_dim_qk: Annotated[int, _row("columns of q and k", "elements", ge=8, le=256, multiple_of=8)]
+    head_dim_qk: Annotated[int, _row(
+        "columns of q and k", "elements", ge=8, le=MAX_HEAD_DIM, multiple_of=8)]
     head_dim_v: Annotated[int, _row(
-        "columns of v and out; nothing means head_dim_qk", "elements", ge=8, le=256, multiple_of=8,
+        "columns of v and out; nothing means head_dim_qk", "elements", ge=8, le=MAX_HEAD_DIM, multiple_of=8,
     )] = None  # type: ignore[assignment]  # the validator below fills it in, so readers always see an int
     causal: Annotated[bool, _row("query i sees keys j <= i + seqlen_kv - seqlen_q only")] = False
     window: Annotated[bool, _row(
         "bounds left and right of the diagonal come with each call; also serves a causal call, with right = 0")] = False
-    kv_layout: Annotated[Literal["dense", "varlen"], _row(
-        "dense: [batch, seqlen, heads, dim]; varlen: packed rows with cu_seqlens")] = "dense"
+    kv_layout: Annotated[Literal["dense", "varlen", "paged"], _row(
+        "dense: [batch, seqlen, heads, dim]; varlen: packed rows with cu_seqlens; paged: a cache of pages, and a table "
+        "of each request's")] = "dense"
+    page_size: Annotated[Literal[1, 64] | None, _row(
+        "64: pages of any multiple of 64 rows, copied as boxes; 1: rows copied one by one, whatever the page",
+        "rows", family="flashmla", others="its keys lie in one piece")] = None
     score: Annotated[Literal["none"], _row("change of the scores before the mask")] = "none"
     lse: Annotated[bool, _row("the kernel can write lse")] = True
     batch_invariant: Annotated[bool, _row("a request's bits do not depend on its neighbours in the batch")] = False
@@ -125,14 +133,15 @@ class Spec(_Frozen):
     def variant(self) -> str:
         """The kernel's name without its target: a C identifier, and different for every difference but arch."""
         dims = f"d{self.head_dim_qk}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else "")
-        first = self.name.partition("_")[0]
-        implied = first if first in spec_rules.FAMILIES else spec_rules.DEFAULT_FAMILY
+        if self.pass_ == "schedule":  # which has one variant in a file
+            return f"{self.name}_schedule"
+        implied = spec_rules.implied_family(self.name)
         parts: list[tuple[object, str]] = [
             (True, f"{self.name}_{self.dtype}_{dims}"),
             (self.family != implied, self.family),
             (self.causal, "causal"),
             (self.window, "window"),
-            (self.kv_layout != "dense", self.kv_layout),
+            (self.kv_layout != "dense", f"{self.kv_layout}{self.page_size or ''}"),
             (not self.lse, "nolse"),
             (self.batch_invariant, "inv"),
             (self.tile, f"m{self.tile.m}n{self.tile.n}" if self.tile else ""),
@@ -214,7 +223,7 @@ def choices(row: Row) -> list[Any] | None:
     schema = row.schema
     if schema["type"] == "boolean":
         return [False, True]
-    if schema["type"] == "integer":
+    if "minimum" in schema:
         return list(range(schema["minimum"], schema["maximum"] + 1, schema.get("multipleOf", 1)))
     return schema.get("enum", [schema["const"]] if "const" in schema else None)
 
@@ -224,7 +233,7 @@ def allowed(row: Row) -> str:
     schema = row.schema
     if row.parts:
         return "{" + ", ".join(f"{p.name.rpartition('.')[2]}: {allowed(p)}" for p in row.parts) + "}"
-    if schema["type"] == "integer":
+    if "minimum" in schema:
         step, low, high = schema.get("multipleOf", 1), schema["minimum"], schema["maximum"]
         return f"multiples of {step} from {low} to {high}" if step > 1 else f"whole numbers from {low} to {high}"
     if (values := choices(row)) is not None:

@@ -5,9 +5,10 @@ point at. Fields that one family alone has are marked in the table itself (spec_
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.target import FEATURES, TARGETS
 from flashgen.codegen.warpgroup import MAX_WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_WARPS
@@ -16,8 +17,11 @@ from flashgen.errors import SpecError
 if TYPE_CHECKING:
     from flashgen.codegen.spec_fields import Spec
 
-FAMILIES: dict[str, str] = {"fa2": "mma_sync", "fa3": "wgmma"}  # family -> the feature that its targets have
+# family -> the feature that its targets have
+FAMILIES: dict[str, str] = {"fa2": "mma_sync", "fa3": "wgmma", "flashmla": "wgmma"}
 DEFAULT_FAMILY = "fa2"  # of a name that does not begin with a family
+SHORT_NAMES = {"mla": "flashmla"}  # what a name may begin with instead
+FORWARD_HEAD_DIMS = range(8, 257, 8)
 _MMA_WARPS = tuple(WARPGROUP_WARPS * count for count in range(1, MAX_WARPGROUPS + 1))
 _TILE_ROWS = tuple(WARPGROUP_ROWS * count for count in range(1, MAX_WARPGROUPS + 1))
 
@@ -27,6 +31,37 @@ _UNSPLIT: tuple[tuple[str, object, str], ...] = (
     ("window", True, "its tiles see few keys, whatever the sequence holds"),
     ("kv_layout", "varlen", "how many tiles there are, and how long, is known on the device only"),
 )
+
+
+# What families have of fields that can hold more: (field, values, why).
+_ONLY: dict[tuple[str, ...], tuple[tuple[str, Sequence[Any], str], ...]] = {("fa2", "fa3"): (
+    ("pass", ("fwd",), "a decode is flashmla's"),
+    ("head_dim_qk", FORWARD_HEAD_DIMS, "what their tiles cover"),
+    ("head_dim_v", FORWARD_HEAD_DIMS, "what their tiles cover"),
+    ("kv_layout", ("dense", "varlen"), "a paged cache is flashmla's"),
+), ("flashmla",): (
+    ("pass", ("decode", "schedule"), "it reads a cache for a few new queries"),
+    ("head_dim_qk", (512, 576), "columns of the latent cache, without and with the rotary ones"),
+    ("head_dim_v", (512,), "a value is the first 512 columns of its key"),
+    ("kv_layout", ("dense", "paged"), "the forms of a cache"),
+    ("causal", (False,), "it comes with each call"),
+    ("window", (False,), "it has none"),
+    ("lse", (True,), "a call leaves it out or not"),
+    ("batch_invariant", (False,), "the schedule cuts a request according to the others"),
+    ("tile", (None,), "it has one"),
+    ("stages", (None,), "its tile decides"),
+    ("roles", (None,), "its tile decides"),
+)}
+_ATTRIBUTES = {"pass": "pass_"}  # of Spec, where it is not the field's name
+# pass schedule: one variant, since its kernel reads nothing that these fields speak of.
+_SCHEDULE: tuple[tuple[str, Any], ...] = (
+    ("dtype", "bf16"), ("head_dim_qk", 576), ("kv_layout", "paged"), ("page_size", 64))
+
+
+def implied_family(name: str) -> str:
+    """The family that a variant's name need not say again."""
+    first = name.partition("_")[0]
+    return first if first in FAMILIES else SHORT_NAMES.get(first, DEFAULT_FAMILY)
 
 
 @dataclass(frozen=True)
@@ -64,6 +99,51 @@ def _arch(spec: Spec) -> SpecError | None:
                      where="Spec.arch", allowed=", ".join(fitting),
                      nearest=", ".join(same_card) or f"family {others[0]} for {spec.arch}",
                      next=f"when both are lists, add `- {{family: {spec.family}, arch: {spec.arch}}}` to exclude")
+
+
+def _only(families: tuple[str, ...], spec: Spec) -> SpecError | None:
+    for name, allowed, why in _ONLY[families] if spec.family in families else ():
+        given = getattr(spec, _ATTRIBUTES.get(name, name))
+        if given not in allowed:
+            numbers = name.startswith("head_dim")
+            nearest = _nearest(tuple(allowed), given) if numbers else _shown(allowed[0])
+            return _refused(name, given, f"family {spec.family}: {why}", _listed(allowed), nearest,
+                            f"family: {spec.family}")
+    return None
+
+
+def _pages(spec: Spec) -> SpecError | None:
+    paged = spec.kv_layout == "paged"
+    if paged == (spec.page_size is not None):
+        return None
+    return _refused("page_size", spec.page_size, f"kv_layout {spec.kv_layout}", "1, 64" if paged else "null",
+                    "64" if paged else "null", f"kv_layout: {spec.kv_layout}")
+
+
+def _schedule(spec: Spec) -> SpecError | None:
+    for name, value in _SCHEDULE if spec.pass_ == "schedule" else ():
+        if getattr(spec, name) != value:
+            return _refused(name, getattr(spec, name), "pass schedule, whose one kernel serves all", _shown(value),
+                            _shown(value), "pass: schedule")
+    return None
+
+
+def _refused(name: str, value: object, beside: str, allowed: str, nearest: str, match: str) -> SpecError:
+    """`match`: the other half of an entry of exclude."""
+    from flashgen.codegen.spec_fields import show  # which takes its families from here
+
+    return SpecError(f"{name} is {show(value)} with {beside}", where=f"Spec.{name}", allowed=allowed, nearest=nearest,
+                     next=f"when both are lists, add `- {{{match}, {name}: {show(value)}}}` to exclude")
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    if isinstance(values, range):
+        return f"multiples of {values.step} from {values[0]} to {values[-1]}"
+    return ", ".join(map(_shown, values))
 
 
 def _warps(spec: Spec) -> SpecError | None:
@@ -116,6 +196,11 @@ def _nearest(numbers: tuple[int, ...], given: int) -> str:
 
 
 RULES: tuple[Rule, ...] = (
+    *(Rule(f"{', '.join(families)}: " + "; ".join(f"`{name}` is {_listed(values)}" for name, values, _ in fields) + ".",
+           functools.partial(_only, families)) for families, fields in _ONLY.items()),
+    Rule("`page_size` is given with `kv_layout: paged`, and only then.", _pages),
+    Rule("`pass: schedule` has one variant: " + ", ".join(f"`{name}: {value}`" for name, value in _SCHEDULE) + ".",
+         _schedule),
     Rule("`causal` and `window` exclude each other.", _masks),
     Rule("; ".join(f"{family}: `arch` is {', '.join(targets_of(family))}, for {FEATURES[feature]}"
                    for family, feature in FAMILIES.items() if targets_of(family) != list(TARGETS)) + ".", _arch),

@@ -11,6 +11,7 @@
 //   causal: True
 //   window: False
 //   kv_layout: dense
+//   page_size: None
 //   score: none
 //   lse: True
 //   batch_invariant: False

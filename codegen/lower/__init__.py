@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 from flashgen.codegen import plan as plans
-from flashgen.codegen.lower import fa2, fa3
+from flashgen.codegen.lower import fa2, fa3, flashmla
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import TARGETS, Target
 from flashgen.errors import PlanError
 
-FAMILIES = {("fa2", "fwd"): fa2.lower, ("fa3", "fwd"): fa3.lower}
+FAMILIES = {("fa2", "fwd"): fa2.lower, ("fa3", "fwd"): fa3.lower, ("flashmla", "decode"): flashmla.lower_decode,
+            ("flashmla", "schedule"): flashmla.lower_schedule}
 
 
 def lower(spec: Spec, target: Target | None = None) -> Plan:

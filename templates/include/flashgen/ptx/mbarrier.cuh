@@ -47,6 +47,21 @@ FG_DEVICE bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
   return ended != 0;
 }
 
+// mbarrier.test_wait.parity: the same, and never sleeps.
+FG_DEVICE bool mbarrier_test_wait_parity(uint64_t* barrier, uint32_t parity) {
+  uint32_t ended;
+  asm volatile(
+      "{\n"
+      ".reg .pred ended;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, ended;\n"
+      "}"
+      : "=r"(ended)
+      : "r"(smem_addr(barrier)), "r"(parity)
+      : "memory");
+  return ended != 0;
+}
+
 // Returns when the phase of this parity has ended.
 FG_DEVICE void mbarrier_wait_parity(uint64_t* barrier, uint32_t parity) {
   while (!mbarrier_try_wait_parity(barrier, parity)) {
