@@ -13,16 +13,20 @@ if TYPE_CHECKING:
     from flashgen.codegen.explain import explain
     from flashgen.codegen.spec import Spec, load_specs
     from flashgen.runtime.lookup import load_bundle
+    from flashgen.runtime.mla import MlaSchedule, mla_decode, mla_schedule
     from flashgen.runtime.ops import attention
 
-__all__ = ["Spec", "attention", "explain", "load_bundle", "load_specs"]
+__all__ = ["MlaSchedule", "Spec", "attention", "explain", "load_bundle", "load_specs", "mla_decode", "mla_schedule"]
 
 _HOMES = {
+    "MlaSchedule": "flashgen.runtime.mla",
     "Spec": "flashgen.codegen.spec",
     "attention": "flashgen.runtime.ops",
     "explain": "flashgen.codegen.explain",
     "load_bundle": "flashgen.runtime.lookup",
     "load_specs": "flashgen.codegen.spec",
+    "mla_decode": "flashgen.runtime.mla",
+    "mla_schedule": "flashgen.runtime.mla",
 }
 
 

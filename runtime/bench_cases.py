@@ -4,7 +4,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,6 +112,12 @@ def load_grid(grid: str) -> tuple[Case, ...]:
     `window` is a pair or a list of pairs. `lengths`, a list or a list of lists, makes a varlen case: of its sequences,
     each with as many keys as queries, in place of batch and seqlen.
     """
+    where, values = combinations(grid, _KEYS)
+    return tuple(dict.fromkeys(_case(one, where) for one in values))
+
+
+def combinations(grid: str, keys: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
+    """(where it is written, a mapping of `keys` to single values for each case) of a grid. SpecError as load_grid."""
     import yaml
 
     where = "--problem-grid" if is_inline(grid) else grid
@@ -124,19 +130,15 @@ def load_grid(grid: str) -> tuple[Case, ...]:
         raise SpecError(f"is not YAML: {err}", where=where) from err
     products = values if isinstance(values, list) else [values]
     if not products or not all(isinstance(product, dict) and product for product in products):
-        raise SpecError("is no mapping, and no list of mappings", where=where, allowed=", ".join(_KEYS))
-    return tuple(dict.fromkeys(case for product in products for case in _cases(product, where)))
+        raise SpecError("is no mapping, and no list of mappings", where=where, allowed=", ".join(keys))
+    axes = [{str(key): _choices(key, value, where, keys) for key, value in product.items()} for product in products]
+    return where, [dict(zip(each, one, strict=True)) for each in axes for one in itertools.product(*each.values())]
 
 
-def _cases(product: Mapping[object, object], where: str) -> Iterable[Case]:
-    axes = [_choices(key, value, where) for key, value in product.items()]
-    return (_case(dict(zip(map(str, product), choices, strict=True)), where) for choices in itertools.product(*axes))
-
-
-def _choices(key: object, value: object, where: str) -> list[Any]:
-    if key not in _KEYS:
-        raise SpecError(f"unknown key {key}", where=where, allowed=", ".join(_KEYS),
-                        nearest=next(iter(difflib.get_close_matches(str(key), _KEYS, n=1)), ""))
+def _choices(key: object, value: object, where: str, keys: Sequence[str]) -> list[Any]:
+    if key not in keys:
+        raise SpecError(f"unknown key {key}", where=where, allowed=", ".join(keys),
+                        nearest=next(iter(difflib.get_close_matches(str(key), keys, n=1)), ""))
     one = not isinstance(value, list) or (key in _LISTS and all(isinstance(item, int) for item in value))
     choices: list[Any] = [value] if one else value  # type: ignore[assignment]
     for choice in choices:

@@ -37,24 +37,31 @@ def check(out: Tensor, lse: Tensor | None, inputs: Inputs, *, label: str = "", r
     The reference is computed here, after the kernel, so that recycled memory cannot hold the answer.
     `label` names spec, variant, problem and seed; `rerun` is the command that repeats the failure.
     """
-    judge = _Judge(label, rerun)
-    expected, expected_lse = reference(inputs.q, inputs.k, inputs.v, **inputs.keywords)
-    judge.same_form("out", out, expected.shape, inputs.q.dtype)
-    judge.same_specials("out", out, expected)
+    expected = reference(inputs.q, inputs.k, inputs.v, **inputs.keywords)
     plain = lowprec(inputs.q, inputs.k, inputs.v, **inputs.keywords)
-    out_error, out_allowed = judge.out_close(out, expected, plain)
+    head_dim = inputs.q.shape[-1]
+    return check_against(out, lse, expected, plain, lse_absolute(head_dim, inputs.softmax_scale), label=label,
+                         rerun=rerun)
+
+
+def check_against(out: Tensor, lse: Tensor | None, expected: tuple[Tensor, Tensor], plain: Tensor, lse_allowed: float,
+                  *, label: str = "", rerun: str = "") -> Accuracy:
+    """`check` with the reference's (out, lse) in fp64, and the output of torch's plain attention, at hand."""
+    judge = _Judge(label, rerun)
+    judge.same_form("out", out, expected[0].shape, plain.dtype)
+    judge.same_specials("out", out, expected[0])
+    out_error, out_allowed = judge.out_close(out, expected[0], plain)
     lse_error = 0.0
     if lse is not None:
-        judge.same_form("lse", lse, expected_lse.shape, torch.float32)
-        judge.same_specials("lse", lse, expected_lse)
-        lse_error = judge.lse_close(lse, expected_lse, _lse_absolute(inputs))
+        judge.same_form("lse", lse, expected[1].shape, torch.float32)
+        judge.same_specials("lse", lse, expected[1])
+        lse_error = judge.lse_close(lse, expected[1], lse_allowed)
     return Accuracy(out_error, out_allowed, lse_error)
 
 
-def _lse_absolute(inputs: Inputs) -> float:
+def lse_absolute(head_dim: int, softmax_scale: float | None) -> float:
     """LSE_ABSOLUTE is for scores of unit variance; the rounding of q . k in fp32 grows with what multiplies it."""
-    head_dim = inputs.q.shape[-1]
-    scale = head_dim ** -0.5 if inputs.softmax_scale is None else inputs.softmax_scale
+    scale = head_dim ** -0.5 if softmax_scale is None else softmax_scale
     return LSE_ABSOLUTE * max(1.0, scale * head_dim ** 0.5)
 
 

@@ -19,10 +19,10 @@ import torch
 
 from flashgen.runtime.driver import api, check, device_facts, during_capture
 from flashgen.runtime.kernel import Launcher
-from flashgen.runtime.values import counter_words
+from flashgen.runtime.values import counter_words, pointer_names
 
 SLOT_ALIGN_BYTES = 4096  # no two slots on one page, and none on a line that another launch's atomics keep busy
-SLOTS_PER_BLOCK = 64     # of one allocation
+SLOTS_PER_BLOCK = 64     # of one allocation, where they are small
 PER_THREAD_STREAM = 2    # CU_STREAM_PER_THREAD: one handle for another stream in each thread
 
 # Of the current stream; a plain C function, and no context is made for asking.
@@ -32,9 +32,9 @@ _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.i
 class Counters:
     """The counter slots of one device. For any thread."""
 
-    def __init__(self, device_index: int) -> None:
-        words = counter_words(device_facts(device_index).num_sms)
-        self.slot_bytes = -(-4 * words // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
+    def __init__(self, device_index: int, slot_bytes: int = 0) -> None:
+        """`slot_bytes`: a multiple of SLOT_ALIGN_BYTES; 0 for what fa3 needs."""
+        self.slot_bytes = slot_bytes or _slot_bytes(counter_words(device_facts(device_index).num_sms))
         self._lock, self._free = threading.Lock(), list[int]()
         self._of_stream: dict[int, int] = {}
         self._of_thread = threading.local()
@@ -65,7 +65,8 @@ class Counters:
 
     def _new_block(self) -> list[int]:
         """Zeroed slots, in memory that torch's allocator and a capture in progress know nothing of."""
-        cuda, total = api(), SLOTS_PER_BLOCK * self.slot_bytes
+        count = max(1, SLOTS_PER_BLOCK * SLOT_ALIGN_BYTES // self.slot_bytes)
+        cuda, total = api(), count * self.slot_bytes
         with during_capture():
             block = int(check(cuda.cuMemAlloc(total), f"{total} bytes for counters"))
             # On a stream of its own: the default one may be waiting for work that is queued, or be forbidden.
@@ -75,33 +76,47 @@ class Counters:
                 check(cuda.cuStreamSynchronize(stream), "counters")
             finally:
                 check(cuda.cuStreamDestroy(stream), "counters")
-        return [block + i * self.slot_bytes for i in range(SLOTS_PER_BLOCK)]
+        return [block + i * self.slot_bytes for i in range(count)]
+
+
+def _slot_bytes(words: int) -> int:
+    """Room for `words` counters in one of a few sizes, so that a process does not collect slots of many."""
+    return SLOT_ALIGN_BYTES << max(0, -(-4 * words // SLOT_ALIGN_BYTES) - 1).bit_length()
+
+
+def counters_of(device_index: int, words: int) -> Counters:
+    """Counters of cuda:<device_index> with room for `words` int32 in each slot."""
+    return _counters_of(device_index, _slot_bytes(words))
 
 
 @functools.cache
-def counters_of(device_index: int) -> Counters:
-    """The counters of cuda:<device_index>. Two threads that ask first at once may get one each, which is as good."""
-    return Counters(device_index)
+def _counters_of(device_index: int, slot_bytes: int) -> Counters:
+    """Two threads that ask first at once may get one each, which is as good."""
+    return Counters(device_index, slot_bytes)
 
 
 class CountingLauncher:
     """A launcher for a persistent kernel: adds counters, and partials if the plan has them, to the caller's pointers.
 
-    They are the last pointers of such a plan. Not for two threads at once, as Launcher.
+    They are the last pointers of such a plan, in either order. Not for two threads at once, as Launcher.
     """
 
     def __init__(self, launcher: Launcher, counters: Counters, partials_floats: int | None,
                  device: torch.device) -> None:
         """`partials_floats`: fp32 values that each launch needs; None if the plan has no `partials`."""
         self._launcher, self._counters, self._floats = launcher, counters, partials_floats
+        self._counters_last = pointer_names(launcher.plan)[-1] == "counters"
         self._like = torch.empty(0, dtype=torch.float32, device=device)  # the cheapest way to an allocation
 
     def __call__(self, stream: int, *pointers: int) -> None:
         """As Launcher's. `stream` is torch's current stream, and its device the current one."""
         if self._floats is None:
             self._launcher(stream, *pointers, self._counters.slot(stream))
-        elif self._floats == 0:
-            self._launcher(stream, *pointers, self._counters.slot(stream), 0)
+            return
+        # freed after the launch, for work that follows on the stream
+        partials = self._like.new_empty(self._floats) if self._floats else None
+        address = 0 if partials is None else partials.data_ptr()
+        if self._counters_last:
+            self._launcher(stream, *pointers, address, self._counters.slot(stream))
         else:
-            partials = self._like.new_empty(self._floats)  # freed after the launch, for work that follows on the stream
-            self._launcher(stream, *pointers, self._counters.slot(stream), partials.data_ptr())
+            self._launcher(stream, *pointers, self._counters.slot(stream), address)

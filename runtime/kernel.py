@@ -59,12 +59,30 @@ def pack_params(plan: Plan, values: Mapping[str, int | float]) -> bytes:
                                                for p in plan.params))
 
 
+def _attributes(plan: Plan, values: Mapping[str, int | float]) -> list[Any]:
+    """What the driver must know about a launch beside its size."""
+    cuda, attributes = api(), []
+
+    def add(name: str, field: str) -> None:
+        attribute = cuda.CUlaunchAttribute()
+        attribute.id = getattr(cuda.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+        setattr(attribute.value, field, 1)
+        attributes.append(attribute)
+
+    if values.get("cooperative"):  # blocks wait for each other, so all of them must run at once
+        add("COOPERATIVE", "cooperative")
+    if plan.launch.programmatic:  # it waits by griddepcontrol.wait for the kernel before it
+        add("PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed")
+    return attributes
+
+
 class Launcher:
     """One kernel with all arguments but its pointers fixed. Not for two threads at once: they would share the bytes."""
 
     def __init__(self, kernel: Kernel, values: Mapping[str, int | float]) -> None:
         """`values`: every parameter of the plan that is neither a pointer nor a tensor map, and `grid_x`."""
         plan, config = kernel.plan, api().CUlaunchConfig()
+        self.plan = plan
         packed, pointers, offsets = pack_params(plan, values), pointer_names(plan), params_layout(plan.params)[1]
         first = offsets[pointers[0]]
         assert [offsets[name] for name in pointers] == [first + 8 * i for i in range(len(pointers))], \
@@ -79,21 +97,23 @@ class Launcher:
         config.gridDimX, config.gridDimY, config.gridDimZ = int(values["grid_x"]), 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = plan.launch.threads, 1, 1
         config.sharedMemBytes = plan.launch.smem_bytes
+        if attributes := _attributes(plan, values):
+            config.attrs, config.numAttrs = attributes, len(attributes)
         self._config, self._kernel, self._function = config, kernel, kernel.function
         self._launch, self._success = api().cuLaunchKernelEx, api().CUresult.CUDA_SUCCESS
         self._stream_type, self._stream = api().CUstream, -1
         self._shapes = [(shape, self._params + offsets[shape.name]) for shape in map_shapes(plan, values)]
-        self._num_maps, self._replace = len(self._shapes), api().cuTensorMapReplaceAddress
+        self._sources = [pointers.index(shape.tensor) for shape, _ in self._shapes]  # of their addresses
+        self._num_mapped, self._replace = max(self._sources, default=-1) + 1, api().cuTensorMapReplaceAddress
         self._maps: list[Any] = []           # encoded at the first launch, which brings the addresses
         self._mapped: tuple[int, ...] = ()   # the addresses they hold
-        assert [shape.tensor for shape, _ in self._shapes] == pointers[:self._num_maps], \
-            "the first pointers are those of the tensors with a map"
+        assert {*self._sources} == {*range(self._num_mapped)}, "the first pointers are those of the tensors with a map"
 
     def __call__(self, stream: int, *pointers: int) -> None:
         """Launch on `stream` (a CUstream as an int). `pointers` in the plan's order. DriverError if it is refused."""
         self._pack_pointers(*pointers)
-        if self._num_maps and pointers[:self._num_maps] != self._mapped:
-            self._map(pointers[:self._num_maps])
+        if self._num_mapped and pointers[:self._num_mapped] != self._mapped:
+            self._map(pointers[:self._num_mapped])
         if stream != self._stream:
             self._config.hStream, self._stream = self._stream_type(stream), stream
         (status,) = self._launch(self._config, self._function, self._arguments_address, 0)
@@ -104,12 +124,12 @@ class Launcher:
         """Point the tensor maps, which lie in the parameter block, at tensors that moved since the last launch."""
         filler = addresses[0]  # an empty tensor has no address, and a map must have one
         if not self._maps:
-            self._maps = [encode(shape, filler if shape.empty else address, place)
-                          for (shape, place), address in zip(self._shapes, addresses, strict=True)]
+            self._maps = [encode(shape, filler if shape.empty else addresses[source], place)
+                          for (shape, place), source in zip(self._shapes, self._sources, strict=True)]
         else:
-            for i, address in enumerate(addresses):
-                if address != self._mapped[i] and not self._shapes[i][0].empty:
-                    (status,) = self._replace(self._maps[i], address)
+            for i, source in enumerate(self._sources):
+                if addresses[source] != self._mapped[source] and not self._shapes[i][0].empty:
+                    (status,) = self._replace(self._maps[i], addresses[source])
                     if status != self._success:
                         self._maps, self._mapped = [], ()  # the next launch begins anew
                         check((status,), f"tensor map {self._shapes[i][0].name} of {self._kernel.plan.kernel_name}")

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 256
 EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
 EMULATED_FIRST = "sm_90"  # the target whose kernels are emulated where the call leaves a choice
-EMULATED_FAMILIES = ("fa2",)  # likewise
+EMULATED_FAMILIES = ("fa2",)  # likewise, of those that have pass fwd
 FAMILIES = ("fa3", "fa2")  # the fastest first. <family>_fwd is what variants for head dims that no spec ships are of
+FAMILIES_OF = {"fwd": FAMILIES, "decode": ("flashmla",), "schedule": ("flashmla",)}  # by pass
 NEEDS_MAPS = frozenset({"fa3"})  # families that read q, k and v through tensor maps
 NO_MAPS = ("q, k or v has rows, heads or sequences that overlap (as expanded tensors do) or lie 2^40 bytes apart: "
            "tensor maps cannot describe it")
@@ -44,7 +45,7 @@ NO_MAPS = ("q, k or v has rows, heads or sequences that overlap (as expanded ten
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a forward call asks of its kernel. `spec` is "" or a handle of `spec_handle`."""
+    """What a call asks of its kernel. `spec` is "" or a handle of `spec_handle`."""
 
     dtype: str
     head_dim_qk: int
@@ -56,6 +57,8 @@ class Wanted:
     spec: str = ""
     tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
     split: bool = False       # whether blocks had better share the keys of the last tiles: values.wants_split
+    pass_: str = "fwd"
+    page_size: int | None = None  # as a spec has it: 64 where pages can be copied as boxes, which 1 serves too
 
 
 class Choice(NamedTuple):
@@ -128,7 +131,7 @@ class Registry:
         if wanted.spec:
             choice = Choice(_matching(self._variants(wanted.spec), wanted, archs), "its spec is named")
         elif emulated:
-            choice = choose(wanted, archs, EMULATED_FAMILIES)
+            choice = choose(wanted, archs, EMULATED_FAMILIES if wanted.pass_ == "fwd" else None)
         else:
             bundled = next(self._bundled(wanted, archs), None)
             if bundled is not None:
@@ -138,7 +141,7 @@ class Registry:
 
     def _bundled(self, wanted: Wanted, archs: list[str]) -> Iterator[tuple[Bundle, tuple[Plan, bytes]]]:
         """(bundle, plan and image) of what bundles have for the call, the best first."""
-        for family in FAMILIES:
+        for family in FAMILIES_OF[wanted.pass_]:
             for arch in archs if _reads(family, wanted) else ():
                 for bundle in self._search_path():
                     for choice in _selectors(wanted, arch, family):
@@ -164,12 +167,13 @@ def _selectors(wanted: Wanted, arch: str, family: str) -> list[Selector]:
     """Selectors that serve `wanted`, the closest first.
 
     A window kernel also serves unbounded and causal calls, an lse kernel calls without lse, a batch-invariant one any,
-    and so does one that splits, or does not.
+    and so does one that splits, or does not. One that gathers rows serves pages of any size.
     """
     masks = [(wanted.causal, wanted.window)] + ([] if wanted.window else [(False, True)])
-    return [Selector(arch, family, "fwd", wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, causal, window,
-                     wanted.kv_layout, "none", lse, invariant, split)
-            for causal, window in masks for lse in ((True,) if wanted.lse else (True, False))
+    pages = (64, 1) if wanted.page_size == 64 else (wanted.page_size,)
+    return [Selector(arch, family, wanted.pass_, wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, causal, window,
+                     wanted.kv_layout, page_size, "none", lse, invariant, split)
+            for page_size in pages for causal, window in masks for lse in ((True,) if wanted.lse else (True, False))
             for invariant in (False, True) for split in (wanted.split, not wanted.split)]
 
 
@@ -180,8 +184,9 @@ def _reads(family: str, wanted: Wanted) -> bool:
 
 def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> Spec:
     """The variant of a named spec that serves the call, of the fastest family and for the closest target."""
-    serving = [spec for family in FAMILIES for arch in archs for spec in variants
+    serving = [spec for family in FAMILIES_OF[wanted.pass_] for arch in archs for spec in variants
                if selector(spec.fields(), spec.arch) in _selectors(wanted, arch, family)]
+    serving.sort(key=lambda spec: spec.page_size != wanted.page_size)  # stable
     for spec in serving:
         if _reads(spec.family, wanted):
             return spec
@@ -212,13 +217,14 @@ def why(wanted: Wanted, cc: int) -> str:
     return choose(wanted, archs_for(cc)).why
 
 
-def choose(wanted: Wanted, archs: list[str], families: tuple[str, ...] = FAMILIES) -> Choice:
+def choose(wanted: Wanted, archs: list[str], families: tuple[str, ...] | None = None) -> Choice:
     """The shipped variant that serves the call, or one made for head dims that no shipped spec lists.
 
-    Of the first of `families` that has one, for the first of `archs`. UnsupportedError if none has.
+    Of the first of `families` (of all that have the pass) that has one, for the first of `archs`. UnsupportedError if
+    none has.
     """
     missing: list[str] = []
-    for family in families:
+    for family in families or FAMILIES_OF[wanted.pass_]:
         found = _variant(family, wanted, archs)
         if isinstance(found, Spec):
             return Choice(found, "; ".join([f"{family}: {found.variant}.{found.arch}", *missing]))
@@ -239,7 +245,7 @@ def _variant(family: str, wanted: Wanted, archs: list[str]) -> Spec | str:
     dims: dict[str, Any] = {"head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v}
     models = {choice._replace(**dims): spec for choice, spec in shipped.items()
               if spec.name == f"{family}_fwd" and spec.arch in archs}
-    if not models:
+    if not any(spec.family == family and spec.arch in archs for spec in shipped.values()):
         return f"no shipped spec of it lists {' or '.join(archs)}"
     fitting = [models[choice] for choice in choices if choice in models]
     if not fitting:
@@ -262,8 +268,10 @@ def _shipped() -> dict[Selector, Spec]:
 
 def _asked(wanted: Wanted) -> str:
     mask = "window" if wanted.window else "causal" if wanted.causal else "full"
-    return (f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v}), {mask} mask, {wanted.kv_layout}"
-            + (", lse" if wanted.lse else ""))
+    dims = f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v})"
+    if wanted.pass_ != "fwd":
+        return f"{wanted.pass_}, {dims}, {wanted.kv_layout}"
+    return f"{dims}, {mask} mask, {wanted.kv_layout}" + (", lse" if wanted.lse else "")
 
 
 def _compiled(spec: Spec, device_index: int) -> Kernel:

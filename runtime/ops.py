@@ -253,7 +253,7 @@ def _launcher(kernel: Kernel | EmulatedKernel, values: dict[str, Any],
     if not isinstance(launcher, Launcher) or not is_persistent(kernel.plan):
         return launcher
     floats = values["partials_floats"] if splits_keys(kernel.plan) else None
-    return CountingLauncher(launcher, counters_of(device.index), floats, device)
+    return CountingLauncher(launcher, counters_of(device.index, values["counter_words"]), floats, device)
 
 
 class _Contiguous:
@@ -335,48 +335,38 @@ def _check_out(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> No
 _ARGUMENTS = ("Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, int causal, int window_left, "
               "int window_right, float softmax_scale, str spec")
 _library = torch.library.Library("flashgen", "DEF")  # kept alive: its ops go with it
-_library.define(f"attention({_ARGUMENTS}) -> Tensor")
-_library.define(f"attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
-_library.define(f"attention_out({_ARGUMENTS}, *, Tensor(a!) out) -> ()")
-_library.define(f"attention_out_lse({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor")
 
 
-def _attention(*arguments):  # type: ignore[no-untyped-def]
-    return _run(*arguments, None, False)[0]
+def define(name, schema, function, fake):  # type: ignore[no-untyped-def]
+    """flashgen::<name>, which runs `function` on both kinds of device."""
+    _library.define(name + schema)
+    _library.impl(name, function, "CUDA")
+    _library.impl(name, function, "CPU")
+    torch.library.register_fake(f"flashgen::{name}", fake, lib=_library)
+    return getattr(torch.ops.flashgen, name).default
 
 
-def _attention_lse(*arguments):  # type: ignore[no-untyped-def]
-    return _run(*arguments, None, True)
-
-
-def _attention_out(*arguments, out):  # type: ignore[no-untyped-def]
-    _run(*arguments, out, False)
-
-
-def _attention_out_lse(*arguments, out):  # type: ignore[no-untyped-def]
-    return _run(*arguments, out, True)[1]
-
-
-def _fake_out(q, v):  # type: ignore[no-untyped-def]
+def _fake_out(q, k, v, *_):  # type: ignore[no-untyped-def]
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-def _fake_lse(q, cu_q):  # type: ignore[no-untyped-def]
+def _fake_lse(q, k, v, cu_q, *_):  # type: ignore[no-untyped-def]
     shape = (q.shape[-2], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     return q.new_empty(shape, dtype=torch.float32)
 
 
-for _name, _function, _fake in (
-    ("attention", _attention, lambda q, k, v, *_: _fake_out(q, v)),
-    ("attention_lse", _attention_lse, lambda q, k, v, cu_q, *_: (_fake_out(q, v), _fake_lse(q, cu_q))),
-    ("attention_out", _attention_out, lambda *_, out: None),
-    ("attention_out_lse", _attention_out_lse, lambda q, k, v, cu_q, *_, out: _fake_lse(q, cu_q)),
-):
-    _library.impl(_name, _function, "CUDA")
-    _library.impl(_name, _function, "CPU")
-    torch.library.register_fake(f"flashgen::{_name}", _fake, lib=_library)
+def op_set(name, arguments, run, fake_out, fake_lse):  # type: ignore[no-untyped-def]
+    """The four ops of `run`(*arguments, out, want_lse): <name>, <name>_lse, <name>_out and <name>_out_lse.
 
-_attention_op = torch.ops.flashgen.attention.default
-_attention_lse_op = torch.ops.flashgen.attention_lse.default
-_attention_out_op = torch.ops.flashgen.attention_out.default
-_attention_out_lse_op = torch.ops.flashgen.attention_out_lse.default
+    `fake_out` and `fake_lse` take the arguments."""
+    return (define(name, f"({arguments}) -> Tensor", lambda *x: run(*x, None, False)[0], fake_out),
+            define(f"{name}_lse", f"({arguments}) -> (Tensor, Tensor)", lambda *x: run(*x, None, True),
+                   lambda *x: (fake_out(*x), fake_lse(*x))),
+            define(f"{name}_out", f"({arguments}, *, Tensor(a!) out) -> ()",
+                   lambda *x, out: (run(*x, out, False), None)[1], lambda *_, out: None),
+            define(f"{name}_out_lse", f"({arguments}, *, Tensor(a!) out) -> Tensor",
+                   lambda *x, out: run(*x, out, True)[1], lambda *x, out: fake_lse(*x)))
+
+
+_attention_op, _attention_lse_op, _attention_out_op, _attention_out_lse_op = op_set(
+    "attention", _ARGUMENTS, _run, _fake_out, _fake_lse)

@@ -20,6 +20,7 @@ class Selector(NamedTuple):
     causal: bool
     window: bool
     kv_layout: str
+    page_size: int | None
     score: str
     lse: bool
     batch_invariant: bool

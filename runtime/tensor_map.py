@@ -57,6 +57,8 @@ def map_shapes(plan: Plan, values: Mapping[str, Any]) -> tuple[MapShape, ...]:
 
 
 def _map_shape(row: TensorMap, spec: Mapping[str, Any], values: Mapping[str, Any]) -> MapShape:
+    if row.box_panels:
+        return _panel_map_shape(row, spec, values)
     query, varlen = row.tensor in ("q", "out"), spec["kv_layout"] == "varlen"
     element_bytes = DTYPES[spec["dtype"]].bytes
     rows = values["seqlen_q" if query else "seqlen_kv"]
@@ -71,6 +73,18 @@ def _map_shape(row: TensorMap, spec: Mapping[str, Any], values: Mapping[str, Any
     return MapShape(row.name, row.tensor, spec["dtype"], dims,
                     (stride(dims[1], "row"), stride(dims[2], "head"), stride(dims[3], "batch")),
                     (row.box_cols, row.box_rows, 1, 1), row.swizzle_bytes, empty=not rows)
+
+
+def _panel_map_shape(row: TensorMap, spec: Mapping[str, Any], values: Mapping[str, Any]) -> MapShape:
+    element_bytes = DTYPES[spec["dtype"]].bytes
+    rows, outer = values[f"{row.tensor}_rows"], values[f"{row.tensor}_outer"]
+    dims = (row.box_cols, rows, spec["head_dim_qk"] // row.box_cols, outer)
+    row_bytes = spec["head_dim_qk"] * element_bytes
+    return MapShape(row.name, row.tensor, spec["dtype"], dims,
+                    (values[f"{row.tensor}_row_stride"] * element_bytes if rows > 1 else row_bytes,
+                     row.box_cols * element_bytes,
+                     values[f"{row.tensor}_outer_stride"] * element_bytes if outer > 1 else rows * row_bytes),
+                    (row.box_cols, row.box_rows, row.box_panels, 1), row.swizzle_bytes, empty=False)
 
 
 def encode(shape: MapShape, address: int, host_address: int) -> Any:

@@ -38,12 +38,13 @@ def splits_keys(plan: Plan) -> bool:
 
 
 def counter_words(num_sms: int) -> int:
-    """int32 words of the array `counters`. The kernel finds them zero and leaves them zero."""
+    """int32 words of fa3's array `counters`. The kernel finds them zero and leaves them zero."""
     return 2 + 4 * num_sms  # tickets and blocks done; arrivals of each warpgroup at each split tile
 
 
 def launch_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
-    """Parameter values, `grid_x` and, if persistent, `partials_floats` of a launch; `call` as fa2_values takes it."""
+    """Parameter values, `grid_x` and, if persistent, `partials_floats` and `counter_words` of a launch; `call` as
+    fa2_values takes it."""
     if plan.family == "fa2":
         return fa2_values(plan, **call)
     if plan.family == "fa3":
@@ -60,7 +61,8 @@ def fa2_values(plan: Plan, **call: Any) -> dict[str, Any]:
 def fa3_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
     """Parameter values and grid of an fa3 forward launch on `num_sms` SMs: at most one block on each.
 
-    `call`: the arguments of _tiled. `partials_floats` is the size of the fp32 array `partials`, 0 where none is needed.
+    `call`: the arguments of _tiled. `partials_floats` is the size of the fp32 array `partials`, 0 where none is needed;
+    `counter_words` that of the int32 array `counters`.
     """
     values = _tiled(plan, **call)
     tiles, seqlen_kv = values["num_tiles"], values["seqlen_kv"]
@@ -74,7 +76,7 @@ def fa3_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
         **values, "full_tiles": full_tiles, "splits": splits,
         "partials_floats": (tiles - full_tiles) * splits * plan.constant("PARTIAL_FLOATS") if splits > 1 else 0,
         **sections(heads, values["m_tiles"], num_sms, values["heads_per_kv_head"], key_bytes),
-        "grid_x": min(num_sms, full_tiles + (tiles - full_tiles) * splits),
+        "grid_x": min(num_sms, full_tiles + (tiles - full_tiles) * splits), "counter_words": counter_words(num_sms),
     }
 
 

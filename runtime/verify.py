@@ -101,7 +101,7 @@ class Subject:
             return nullcontext(), nullcontext()
         return tuple(scheduled(Schedule(policy, self.seed)) for policy in POLICIES)
 
-    def label(self, problem: Problem) -> str:
+    def label(self, problem: object) -> str:
         return f"{self.spec.variant}.{self.spec.arch}, seed {self.seed}, {problem}"
 
     def run(self, inputs: Inputs, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -131,6 +131,12 @@ def _verify_variant(subject: Subject, problems: Sequence[Problem] | None) -> Ite
     except FlashgenError as error:
         yield Result(spec.variant, spec.arch, "lower", "", False, message=str(error))
         return
+    if spec.family == "flashmla":
+        from flashgen.runtime import verify_mla
+
+        for name, check_of, decode in verify_mla.checks(spec, subject.seed, subject.emulated):
+            yield _row(subject, name, check_of, decode)
+        return
     tiles = tile_shape(plan)
     made = (emulated_problems(spec, *tiles, subject.seed, persistent=is_persistent(plan)) if subject.emulated
             else edge_problems(spec, *tiles, subject.seed))
@@ -144,7 +150,7 @@ def _verify_variant(subject: Subject, problems: Sequence[Problem] | None) -> Ite
                     yield _row(subject, name, identity, problem)
 
 
-def _row(subject: Subject, name: str, test: Callable[[Subject, Problem], Accuracy], problem: Problem) -> Result:
+def _row(subject: Subject, name: str, test: Callable[[Subject, Any], Accuracy], problem: object) -> Result:
     spec = subject.spec
     try:
         found = test(subject, problem)

@@ -36,7 +36,9 @@ def bench(specs: SpecArguments, arch: Archs = None, variant: Variants = None,
           overhead: Annotated[bool, typer.Option("--overhead", help="Host time per call instead.")] = False,
           out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the results.")] = Path(
               "benchmarks/results")) -> Output:
-    """Time kernels against peers on this machine's GPU; write JSON and a picture below DIR/<gpu>."""
+    """Time kernels against peers on this machine's GPU; write JSON and a picture below DIR/<gpu>.
+
+    Decodes are compared with the marks in benchmarks/marks instead."""
     chosen = select(specs, arch, variant)
     try:
         from flashgen.runtime.bench_device import PEERS, CudaDevice
@@ -50,7 +52,40 @@ def bench(specs: SpecArguments, arch: Archs = None, variant: Variants = None,
     device = CudaDevice(timer, data)
     if overhead:
         return _overhead(device, out, given_commit)
+    if chosen[0].family == "flashmla":
+        return _bench_mla(device, chosen, problem_grid, out, rounds=rounds, given_commit=given_commit)
     return _bench(device, chosen, names, problem_grid, out, rounds=rounds, given_commit=given_commit)
+
+
+def _bench_mla(device: Any, specs: Sequence[Spec], grid: str | None, out: Path, **options: Any) -> Output:
+    from flashgen.runtime.bench import results_name, write_results
+    from flashgen.runtime.bench_cases import default_grid
+    from flashgen.runtime.bench_mla import bench as run
+    from flashgen.runtime.bench_mla import load_cases
+
+    if device.data != "normal":
+        raise UnsupportedError(f"data {device.data}", where="--data", allowed="normal, for decodes")
+    cases = load_cases(grid or default_grid("flashmla", "decode"))
+    with progress("timing", len(cases)) as step:
+        results = run(device, specs, cases, progress=step, **options)
+    path = write_results(results, out, results_name("flashmla", "decode", grid, "normal"))
+    return Output(results, [*mla_tables(results), f"wrote {path}"])
+
+
+def mla_tables(results: dict[str, Any]) -> list[str | Table]:
+    """The rows beside the marks, and the means."""
+    from flashgen.runtime.bench_mla import MlaCase, geomeans_by_heads
+
+    rows = []
+    for row in results["rows"]:
+        case = MlaCase(**{key: value for key, value in row["case"].items() if key != "variant"})
+        rows.append((row["case"]["variant"], case.label, f"{row['ours_ms']:.4f}", f"{row['tflops']:.0f}",
+                     f"{row['gbps']:.0f}", "" if row["mark_ms"] is None else f"{row['mark_ms']:.4f}",
+                     "" if row["speed"] is None else f"{row['speed']:.3f}"))
+    columns = ("variant", "case", ">ms", ">TFLOP/s", ">GB/s", ">FlashMLA ms", ">speed / FlashMLA")
+    means = ", ".join(f"{name} {mean:.3f}" for name, mean in geomeans_by_heads(results["rows"]).items())
+    return [f"{results['gpu']}, driver {results['driver']}; marks: {results['marks'] or 'none for this card'}",
+            Table(columns, rows), *([f"speed over the marks, geometric mean: {means}"] if means else [])]
 
 
 def _bench(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | None, out: Path, **options: Any) -> Output:

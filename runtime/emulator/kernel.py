@@ -32,7 +32,7 @@ from flashgen.runtime.emulator.schedule import collect, current_schedule
 from flashgen.runtime.emulator.toolchain import compile_kernel
 from flashgen.runtime.kernel import pack_params
 from flashgen.runtime.tensor_map import MapShape, map_shapes
-from flashgen.runtime.values import counter_words, pointer_names
+from flashgen.runtime.values import pointer_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,9 +159,10 @@ class EmulatedLauncher:
 
     def __init__(self, kernel: EmulatedKernel, values: Mapping[str, int | float]) -> None:
         plan = kernel.plan
-        self._kernel, self._packed, self._num_sms = kernel, pack_params(plan, values), kernel.num_sms
+        self._kernel, self._packed = kernel, pack_params(plan, values)
         self._offsets, self._ctypes = params_layout(plan.params)[1], {p.name: p.ctype for p in plan.params}
         self._maps, self._partials_floats = map_shapes(plan, values), int(values.get("partials_floats", 0))
+        self._counter_words = int(values.get("counter_words", 0))
         self._shape = LaunchShape((int(values["grid_x"]), 1, 1), plan.launch.threads, plan.launch.smem_bytes,
                                   min_blocks_per_sm=plan.launch.min_blocks_per_sm)
 
@@ -175,7 +176,7 @@ class EmulatedLauncher:
         plan = self._kernel.plan
         names = pointer_names(plan)
         if "counters" in names:
-            tensors["counters"] = torch.zeros(counter_words(self._num_sms), dtype=torch.int32)
+            tensors["counters"] = torch.zeros(self._counter_words, dtype=torch.int32)
         if "partials" in names and self._partials_floats:
             tensors["partials"] = torch.empty(self._partials_floats, dtype=torch.float32)
         arguments = [self._argument(name, tensor) for name in names if (tensor := tensors.get(name)) is not None]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from flashgen.codegen.explain import Shape
@@ -15,7 +16,7 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import render
 from flashgen.codegen.spec import Spec
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.emulator.kernel import Statistics
+from flashgen.runtime.emulator.kernel import Statistics, emulated_sms
 from flashgen.runtime.emulator.report import WARP_SIZE, site
 from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
 from flashgen.runtime.problem import Problem
@@ -23,7 +24,9 @@ from flashgen.runtime.problem import Problem
 KINDS = ("arithmetic", "exponentials", "tensor cores", "fragments", "shuffles", "copies", "waits")  # Kind of trace.h
 WAITS = KINDS.index("waits")
 BURST_CLOCKS = 200.0  # what one line issues after a longer pause is another tile's
-DEFAULTS = {"batch": 1, "seqlen_q": 256, "num_heads_q": 1}
+DEFAULTS = {"fwd": {"batch": 1, "seqlen_q": 256, "num_heads_q": 1},
+            "decode": {"batch": 1, "seqlen_q": 1, "seqlen_kv": 320, "num_heads_q": 64}}
+DEPTHS = {"fa2": 1, "fa3": 2, "flashmla": 3}  # calls from the kernel's body to the statements that tell what happens
 
 
 @dataclass(frozen=True)
@@ -114,18 +117,18 @@ class Timeline:
         return above[-1] if above else ""
 
 
-def _line(frames: tuple[tuple[str, str, int], ...], has_roles: bool) -> int:
-    """Of the kernel's body. Where it only hands out roles, of the function that is a role's body."""
-    inside = has_roles and len(frames) > 1 and frames[-2][1] == frames[-1][1]
-    return frames[-2 if inside else -1][2] if frames else 0
+def _line(frames: tuple[tuple[str, str, int], ...], depth: int) -> int:
+    """Of the kernel's body, or where that only hands out roles, of a function `depth` - 1 calls inside it."""
+    outer = list(takewhile(lambda frame: frame[1] == frames[-1][1], reversed(frames[-depth:])))
+    return outer[-1][2] if outer else 0
 
 
-def spans(statistics: Statistics, warps: int, has_roles: bool = False) -> list[Span]:
+def spans(statistics: Statistics, warps: int, depth: int = 1) -> list[Span]:
     """The events of a trace, joined where a row stays on one line of the kernel; waits stay apart."""
     found: list[Span] = []
     last: dict[tuple[int, int], int] = {}  # where the row's open span is; in flight, each line has its own
     for row, kind, pc, begin, end in sorted(statistics.trace, key=lambda event: (event[0], event[3])):
-        line = _line(site(statistics.kernel, pc).frames, has_roles)
+        line = _line(site(statistics.kernel, pc).frames, depth)
         key = (row, 0 if row < warps else line)
         old = found[last[key]] if key in last else None
         if old is None or (old.line != line or (old.kind == WAITS) != (kind == WAITS) if row < warps
@@ -142,22 +145,45 @@ def spans(statistics: Statistics, warps: int, has_roles: bool = False) -> list[S
 
 def timeline(spec: Spec, sizes: dict[str, Any] | None = None, block: int = 0) -> Timeline:
     """Of one block of a call. `sizes`: of `explain`, over DEFAULTS. UnsupportedError if the grid has no such block."""
-    import torch
-
-    import flashgen
-
-    shape = Shape.of(**{**DEFAULTS, **(sizes or {})})
-    varlen = spec.kv_layout == "varlen"
-    seqlen_q, seqlen_kv = ((n,) * shape.batch if varlen else n for n in (shape.seqlen_q, shape.seqlen_kv))
-    inputs = Problem(shape.batch, seqlen_q, seqlen_kv, shape.num_heads_q, shape.num_heads_kv, spec.head_dim_qk,
-                     spec.head_dim_v or spec.head_dim_qk, spec.causal, shape.window, spec.dtype).make_inputs()
-    with torch.no_grad(), scheduled(Schedule("eager", resident=1, traced_block=block)), collecting() as rows:
-        flashgen.attention(inputs.q, inputs.k, inputs.v, **inputs.keywords, spec=spec)
-    plan = lower(spec)
-    found = spans(rows[0], plan.launch.threads // WARP_SIZE, len(plan.roles) > 1) if rows else []
+    if spec.pass_ not in DEFAULTS:
+        raise UnsupportedError(f"{spec.variant} is of pass {spec.pass_}", where="trace", allowed=", ".join(DEFAULTS))
+    shape, plan = Shape.of(**{**DEFAULTS[spec.pass_], **(sizes or {})}), lower(spec)
+    with scheduled(Schedule("eager", resident=1, traced_block=block)):
+        rows = (_decode if spec.pass_ == "decode" else _attention)(spec, shape)
+    found = spans(rows[0], plan.launch.threads // WARP_SIZE, DEPTHS[plan.family]) if rows else []
     if not found:
         raise UnsupportedError(f"block {block} does nothing", where="--block", allowed="a block with work to do",
                                nearest="--block 0")
     title = f"{plan.kernel_name}: block {block} of a call with " + ", ".join(
         f"{name} {getattr(shape, name)}" for name in ("batch", "seqlen_q", "seqlen_kv", "num_heads_q"))
     return Timeline(plan, title, ["", *render(plan).text.splitlines()], found)
+
+
+def _attention(spec: Spec, shape: Shape) -> list[Statistics]:
+    import torch
+
+    import flashgen
+
+    varlen = spec.kv_layout == "varlen"
+    seqlen_q, seqlen_kv = ((n,) * shape.batch if varlen else n for n in (shape.seqlen_q, shape.seqlen_kv))
+    inputs = Problem(shape.batch, seqlen_q, seqlen_kv, shape.num_heads_q, shape.num_heads_kv, spec.head_dim_qk,
+                     spec.head_dim_v or spec.head_dim_qk, spec.causal, shape.window, spec.dtype).make_inputs()
+    with torch.no_grad(), collecting() as rows:
+        flashgen.attention(inputs.q, inputs.k, inputs.v, **inputs.keywords, spec=spec)
+    return rows
+
+
+def _decode(spec: Spec, shape: Shape) -> list[Statistics]:
+    """On as many SMs as a request has blocks of rows: none is cut, whose parts would have to be resident together."""
+    import flashgen
+    from flashgen.runtime.mla_problem import MlaProblem
+    from flashgen.runtime.mla_values import row_blocks
+
+    inputs = MlaProblem((shape.seqlen_kv,) * shape.batch, shape.num_heads_q, shape.seqlen_q, spec.page_size,
+                        spec.head_dim_qk, dtype=spec.dtype).make_inputs()
+    with emulated_sms(row_blocks(shape.seqlen_q, shape.num_heads_q)):
+        schedule = flashgen.mla_schedule(inputs.seqlens_kv, shape.num_heads_q, shape.seqlen_q)
+        with collecting() as rows:
+            flashgen.mla_decode(inputs.q, inputs.kv_cache, inputs.seqlens_kv, **inputs.keywords, schedule=schedule,
+                                spec=spec)
+    return rows

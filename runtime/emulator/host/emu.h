@@ -58,6 +58,7 @@ void fence_mbarrier_init();
 void mbarrier_arrive(uint64_t* barrier, uint32_t bytes);
 void mbarrier_arrive_cluster(uint64_t* barrier, uint32_t rank);
 bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity);
+bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity);
 void mbarrier_wait(uint64_t* barrier, uint32_t parity);
 
 // cluster.cuh

@@ -169,6 +169,14 @@ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
   return ended(fiber, object, parity);
 }
 
+bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  maybe_yield(fiber);
+  const Object object = find(fiber, *fiber.cta, barrier, "mbarrier.test_wait");
+  check_initialised(fiber, object, "mbarrier.test_wait");
+  return ended(fiber, object, parity);
+}
+
 void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   Fiber& fiber = enter(__builtin_return_address(0));
   maybe_yield(fiber);

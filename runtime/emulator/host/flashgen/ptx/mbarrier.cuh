@@ -13,5 +13,9 @@ FG_DEVICE bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
   return emu::mbarrier_try_wait(barrier, parity);
 }
 
+FG_DEVICE bool mbarrier_test_wait_parity(uint64_t* barrier, uint32_t parity) {
+  return emu::mbarrier_test_wait(barrier, parity);
+}
+
 // Not a loop around the above, so that a deadlock is seen at once.
 FG_DEVICE void mbarrier_wait_parity(uint64_t* barrier, uint32_t parity) { emu::mbarrier_wait(barrier, parity); }
