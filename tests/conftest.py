@@ -16,6 +16,7 @@ from typing import TextIO
 import pytest
 import torch
 from kit import attention_by_reference
+from mla_kit import mla_by_reference
 
 import flashgen
 
@@ -80,6 +81,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     from flashgen.runtime import verify  # here, so that tests of the build side run without it
 
     monkeypatch.setattr(flashgen, "attention", attention_by_reference, raising=False)
+    monkeypatch.setattr(flashgen, "mla_decode", mla_by_reference, raising=False)
+    monkeypatch.setattr(flashgen, "mla_schedule", lambda *sizes: None, raising=False)
     monkeypatch.setattr(verify, "current_device", lambda: ("cpu", 90))
     return "cpu"
 

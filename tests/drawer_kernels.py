@@ -3,6 +3,8 @@ modules that are imported.
 """
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from drawer_case import Arrays, Case
 from drawer_copies import copy_cases
@@ -93,7 +95,8 @@ def barrier_cases() -> list[Case]:
   p.out[8] = mbarrier_try_wait_parity(barrier, 0);
   p.out[9] = mbarrier_try_wait_parity(barrier, 1);
 """, lambda rng: {"out": zeros(10, dtype=np.int32)}, lambda inputs: {"out": answers}, smem=64)
-    return [named, ring, handshake, polled, *cluster_cases()]
+    tested = dataclasses.replace(polled, name="mbarrier_test_wait", body=polled.body.replace("try_wait", "test_wait"))
+    return [named, ring, handshake, polled, tested, *cluster_cases()]
 
 
 def cluster_cases() -> list[Case]:

@@ -285,6 +285,10 @@ def test_roles_that_move_no_registers_keep_to_one_line() -> None:
 @pytest.mark.parametrize("path", shipped_spec_paths(), ids=lambda path: path.stem)
 def test_every_shipped_variant_fits_one_screen(path: Any) -> None:
     for spec in load_specs(path).specs:
+        if spec.pass_ != "fwd":
+            with pytest.raises(UnsupportedError, match="whose work is not counted"):
+                explain(spec)
+            continue
         lines = str(explain(spec, registers=200)).splitlines()
         most = LINES_WITH_BARRIERS if lower(spec).barriers else LINES
         assert len(lines) <= most and max(map(len, lines)) <= COLUMNS, spec.variant

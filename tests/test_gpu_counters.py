@@ -44,7 +44,7 @@ class Call:
     def __init__(self, counters: Counters | None = None, floats: int | None = None) -> None:
         self.q, self.k, self.v = (torch.randint(0, 2**15, SHAPE, dtype=torch.int16, device="cuda") for _ in range(3))
         self.out = torch.zeros_like(self.q)
-        self.counters = counters or counters_of(0)
+        self.counters = counters or counters_of(0, counter_words(device_facts(0).num_sms))
         values = values_of(kernel().plan, self.q, self.k, self.v, self.out, SHAPE[0], kernel().num_sms)
         room = max(values["partials_floats"], values["grid_x"]) if floats is None else floats
         self.launch = CountingLauncher(kernel().launcher(values), self.counters, room, self.q.device)

@@ -160,7 +160,8 @@ CHANGES = {
     "roles": Roles(mma=8), "blocks_per_sm": 1, "q_operand": "shared",
 }
 FA3_CHANGES = {"family": "fa3", "q_stages": 2, "schedule": "overlap", "split": True}
-ONE_VALUE = {"pass", "score"}  # a second value must join CHANGES
+MLA_CHANGES = {"pass": "schedule", "page_size": 1}
+ONE_VALUE = {"score"}  # a second value must join CHANGES
 
 
 def test_every_spec_field_changes_the_cache_key():
@@ -173,8 +174,12 @@ def test_every_spec_field_changes_the_cache_key():
 
     base = BASE.with_(head_dim_qk=64, head_dim_v=64)
     names = {name for name, _ in base.fields()} | {"arch"}
-    assert names == CHANGES.keys() | FA3_CHANGES.keys() | ONE_VALUE
+    assert names == CHANGES.keys() | FA3_CHANGES.keys() | MLA_CHANGES.keys() | ONE_VALUE
     keys = {"base": key(base)} | {name: key(base.with_(**{name: value})) for name, value in CHANGES.items()}
     fa3 = base.with_(family="fa3", arch="sm_90a")
     keys |= {name: key(fa3.with_(**{name: value})) for name, value in FA3_CHANGES.items()}
+    mla = base.with_(family="flashmla", arch="sm_90a", pass_="decode", head_dim_qk=576, head_dim_v=512,
+                     kv_layout="paged", page_size=64)
+    keys |= {"mla": key(mla)} | {name: key(mla.with_(**{"pass_" if name == "pass" else name: value}))
+                                 for name, value in MLA_CHANGES.items()}
     assert len(set(keys.values())) == len(keys)

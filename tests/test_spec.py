@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from flashgen.codegen import spec_fields, spec_rules
@@ -36,6 +36,8 @@ BASE: dict[str, Any] = {
 HEAD = "name: k\nfamily: fa2\npass: fwd\narch: sm_80\ndtype: bf16\n"  # lines 1 to 5
 FULL = HEAD + "head_dim_qk: 64\n"                                       # the next line is 7
 FA3 = BASE | {"family": "fa3", "arch": "sm_90a"}
+MLA = FA3 | {"family": "flashmla", "pass": "decode", "head_dim_qk": 576, "head_dim_v": 512, "kv_layout": "paged",
+             "page_size": 64}
 ROWS = spec_fields.rows_by_name()
 quick = settings(deadline=None, derandomize=True, max_examples=200)
 
@@ -162,7 +164,11 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
     """The same values, less what the rules between fields refuse."""
     kept = {row.name: row.default if row.family not in ("", values["family"]) else values[row.name]
             for row in spec_fields.rows()}
+    if kept["family"] == "flashmla":
+        return keep_rules_of_mla(kept)
     kept["window"] = kept["window"] and not kept["causal"]
+    kept |= {"pass": "fwd", "kv_layout": {"paged": "varlen"}.get(kept["kv_layout"], kept["kv_layout"]),
+             **{name: kept[name] and 8 + kept[name] % 256 // 8 * 8 for name in ("head_dim_qk", "head_dim_v")}}
     if kept["family"] == "fa3":
         warpgroups = 1 + (kept["roles"] or {"mma": 11})["mma"] % 4
         kept |= {"arch": "sm_90a", "roles": kept["roles"] and {"mma": 4 * warpgroups},
@@ -173,8 +179,17 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def keep_rules_of_mla(kept: dict[str, Any]) -> dict[str, Any]:
+    kept |= {"causal": False, "window": False, "lse": True, "batch_invariant": False, "tile": None, "stages": None,
+             "roles": None, "arch": "sm_90a", "pass": "decode" if kept["pass"] == "fwd" else kept["pass"],
+             "head_dim_qk": 576 if kept["head_dim_qk"] > 64 else 512, "head_dim_v": 512,
+             "kv_layout": {"varlen": "dense"}.get(kept["kv_layout"], kept["kv_layout"])}
+    kept["page_size"] = (kept["page_size"] or 64) if kept["kv_layout"] == "paged" else None
+    return kept | dict(spec_rules._SCHEDULE) if kept["pass"] == "schedule" else kept
+
+
 VALUES = st.fixed_dictionaries({row.name: values_of(row) for row in spec_fields.rows()}).map(keep_rules)
-CONSTANT = ("arch", "pass", "score")  # arch is no part of the variant, the others have one value so far
+CONSTANT = ("arch", "score")  # arch is no part of the variant, the other has one value so far
 
 
 def spec(values: dict[str, Any]) -> Spec:
@@ -190,13 +205,17 @@ def test_variants_are_c_identifiers_and_tell_all_but_arch_apart(values, others, 
     assert (one.variant == other.variant) == (one.fields() == other.fields())
 
 
-@quick
+@settings(quick, suppress_health_check=[HealthCheck.filter_too_much])  # a family's rules undo many a change
 @given(VALUES, st.sampled_from([row for row in spec_fields.rows() if row.name not in CONSTANT]), st.data())
 def test_each_field_changes_the_variant_name(values, row, data):
     if row.name == "family":  # the overrides that one of the two lacks would change too
         values = values | {top.name: None for top in spec_fields.rows() if top.override}
     if row.family:
         values = values | {"family": row.family}
+    if row.name in ("pass", "page_size"):
+        values = values | {name: MLA[name] for name in MLA.keys() - {"name"}}
+    elif values["family"] == "flashmla":  # in which most of them are fixed
+        values = values | {"family": "fa2"}
     if row.name in ("causal", "window", "split"):
         values = values | {"causal": False, "window": False, "batch_invariant": False, "kv_layout": "dense"}
     values = keep_rules(values)
@@ -237,11 +256,13 @@ def test_with_checks_and_head_dim_v_follows_only_an_equal_one():
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.schema["type"] == "integer"])
 def test_listed_numbers_are_exactly_those_that_pass(name):
     row = ROWS[name]
-    base = FA3 if row.family == "fa3" else BASE
+    base = {"fa3": FA3, "flashmla": MLA}.get(row.family, BASE)
     for number in range(-17, 300):
         top, _, part = name.partition(".")
         value = {"m": 16, "n": 16, part: number} if top == "tile" else {part: number} if part else number
-        if number in (spec_fields.choices(row) or []):
+        if name.startswith("head_dim") and number > 256 and number % 8 == 0:  # fine for the table, not for the family
+            assert refused(specs_from_mapping, base | {top: value}).nearest == "256"
+        elif number in (spec_fields.choices(row) or []):
             specs_from_mapping(base | {top: value})
         else:
             error = refused(specs_from_mapping, base | {top: value})
@@ -255,7 +276,7 @@ def test_schema_allows_lists_and_holds_the_table():
     assert schema["required"] == list(BASE) and schema["additionalProperties"] is False
     assert [*ROWS] == [n for row in spec_fields.rows() for n in (row.name, *(part.name for part in row.parts))]
     assert list(schema["properties"]) == [*(row.name for row in spec_fields.rows()), "exclude", "overrides"]
-    head_dim, items = schema["properties"]["head_dim_qk"], {"type": "integer", "minimum": 8, "maximum": 256}
+    head_dim, items = schema["properties"]["head_dim_qk"], {"type": "integer", "minimum": 8, "maximum": 576}
     assert head_dim["anyOf"][0] == items | {"multipleOf": 8} == head_dim["anyOf"][1]["items"]
     when_set = schema["properties"]["overrides"]["items"]["properties"]
     assert list(when_set["set"]["properties"]) == [
@@ -287,6 +308,25 @@ def test_a_name_that_begins_with_its_family_says_it_once():
         assert spec(FA3 | {"name": name, "family": family}).variant == variant
 
 
+@pytest.mark.parametrize(("changes", "variant"), [
+    ({}, "k_bf16_d576v512_flashmla_paged64"), ({"name": "mla_h100"}, "mla_h100_bf16_d576v512_paged64"),
+    ({"name": "flashmla", "page_size": 1, "dtype": "fp16"}, "flashmla_fp16_d576v512_paged1"),
+    ({"name": "mla", "kv_layout": "dense", "page_size": None, "head_dim_qk": 512}, "mla_bf16_d512"),
+    ({"name": "mla", "pass": "schedule"}, "mla_schedule"),
+])
+def test_names_of_mla(changes, variant):
+    assert spec(MLA | changes).variant == variant
+
+
+def test_the_shipped_mla_file_has_each_cache_once():
+    specs = next(load_specs(path).specs for path in shipped_spec_paths() if path.stem == "mla_h100")
+    decode = [s for s in specs if s.pass_ == "decode"]
+    assert {(s.dtype, s.head_dim_qk, s.kv_layout, s.page_size) for s in decode} == {
+        (dtype, *cache) for dtype in ("bf16", "fp16")
+        for cache in ((512, "dense", None), (576, "dense", None), (576, "paged", 1), (576, "paged", 64))}
+    assert [s.variant for s in specs if s not in decode] == ["mla_h100_schedule"] and len(decode) == 8
+
+
 def test_a_file_may_hold_both_families():
     specs = specs_from_mapping(BASE | {
         "family": ["fa2", "fa3"], "arch": ["sm_80", "sm_90a"], "exclude": [{"family": "fa3", "arch": "sm_80"}],
@@ -299,7 +339,7 @@ def test_a_file_may_hold_both_families():
 def test_families_are_for_the_targets_that_have_their_feature():
     for family, arch in product(spec_rules.FAMILIES, TARGETS):
         try:
-            Spec(**(BASE | {"family": family, "arch": arch}))
+            Spec(**((MLA if family == "flashmla" else BASE) | {"family": family, "arch": arch}))
         except SpecError as error:
             assert error.where == "Spec.arch" and arch not in error.allowed.split(", ")
             assert spec_rules.FAMILIES[family] not in TARGETS[arch].features

@@ -20,6 +20,8 @@ BASE: dict[str, Any] = {
 HEAD = "name: k\nfamily: fa2\npass: fwd\narch: sm_80\ndtype: bf16\n"  # lines 1 to 5
 FULL = HEAD + "head_dim_qk: 64\n"                                       # the next line is 7
 FA3 = FULL.replace("fa2", "fa3").replace("sm_80", "sm_90a")
+MLA = ("name: k\nfamily: flashmla\npass: decode\narch: sm_90a\ndtype: bf16\nhead_dim_qk: 576\nhead_dim_v: 512\n"
+       "kv_layout: paged\npage_size: 64\n")  # the next line is 10
 quick = settings(deadline=None, derandomize=True, max_examples=200)
 
 
@@ -42,9 +44,9 @@ def refused(call, *args: object) -> SpecError:
 # ---- errors of a file: (text, place, parts of the message)
 
 CASES = {
-    "number": (HEAD + "head_dim_qk: 65\n", "6:14", ["is 65", "multiples of 8 from 8 to 256", "nearest: 64"]),
-    "in a list": (HEAD + "head_dim_qk: [64, 300]\n", "6:19", ["is 300", "nearest: 256"]),
-    "huge": (HEAD + f"head_dim_qk: {'9' * 400}\n", "6:14", ["nearest: 256"]),
+    "number": (HEAD + "head_dim_qk: 65\n", "6:14", ["is 65", "multiples of 8 from 8 to 576", "nearest: 64"]),
+    "in a list": (HEAD + "head_dim_qk: [64, 300]\n", "6:19", ["is 300", "nearest: 296"]),
+    "huge": (HEAD + f"head_dim_qk: {'9' * 400}\n", "6:14", ["nearest: 576"]),
     "too huge": (HEAD + f"head_dim_qk: {'9' * 9999}\n", "6:14", ["a number too long"]),
     "inf": (HEAD + "head_dim_qk: -.inf\n", "6:14", ["nearest: 8"]),
     "nan": (HEAD + "head_dim_qk: .nan\n", "6:14", ["head_dim_qk is nan", "allowed"]),
@@ -97,6 +99,22 @@ CASES = {
     "no set": (FULL + "overrides: [{when: {dtype: bf16}}]\n", "7:13", ["not {when: ..., set: ...}"]),
     "set a choice": (FULL + "overrides: [{when: {dtype: bf16}, set: {causal: true}}]\n", "7:41",
                      ["unknown key causal", "allowed: tile, stages, roles, blocks_per_sm, q_operand, q_stages, sch"]),
+    "head dim of another family": (HEAD + "head_dim_qk: [64, 320]\n", "6:19", [
+        "head_dim_qk is 320 with family fa2", "allowed: multiples of 8 from 8 to 256", "nearest: 256",
+        "{family: fa2, head_dim_qk: 320}"]),
+    "pass of another family": (FULL.replace("pass: fwd", "pass: decode"), "3:7", [
+        "pass is decode with family fa2", "allowed: fwd"]),
+    "a cache for fa2": (FULL + "kv_layout: paged\n", "7:12", ["paged with family fa2", "dense, varlen", "flashmla's"]),
+    "pages for fa2": (FULL + "page_size: 64\n", "7:12", ["page_size is 64 with family fa2", "a field of flashmla"]),
+    "mla's mask": (MLA + "causal: true\n", "10:9", ["causal is true with family flashmla", "with each call"]),
+    "mla's tile": (MLA + "tile: {m: 64, n: 64}\n", "10:7", ["tile is {m: 64, n: 64} with family flashmla"]),
+    "mla's values": (MLA.replace("head_dim_v: 512", "head_dim_v: 256"), "7:13", ["nearest: 512", "first 512 columns"]),
+    "mla's keys": (MLA.replace("576", "192"), "6:14", ["192 with family flashmla", "allowed: 512, 576"]),
+    "no page size": (MLA.replace("page_size: 64\n", ""), "1:1", ["page_size is null with kv_layout paged", "1, 64"]),
+    "odd page size": (MLA.replace("page_size: 64", "page_size: 60"), "9:12", ["is 60", "1, 64", "nearest: 64"]),
+    "pages of a dense cache": (MLA.replace("paged", "dense"), "9:12", ["page_size is 64 with kv_layout dense"]),
+    "schedules of two": (MLA.replace("pass: decode", "pass: schedule").replace("bf16", "fp16"), "5:8", [
+        "dtype is fp16 with pass schedule", "allowed: bf16", "{pass: schedule, dtype: fp16}"]),
     "fa3 elsewhere": (FA3.replace("sm_90a", "[sm_90a, sm_80]"), "4:16", [
         "arch is sm_80 with family fa3, which needs wgmma", "allowed: sm_90a", "nearest: family fa2 for sm_80",
         "{family: fa3, arch: sm_80}"]),

@@ -1,0 +1,206 @@
+"""Tests of the tests: synchronisation taken out of decode kernels, and faults put in, are caught.
+
+A kernel takes seconds to compile, so one text holds all its faults: which of them is alive comes with a launch, in the
+upper bits of lse_counts_sink.
+"""
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+from emulator_kit import shipped
+from mla_kit import decoded, with_last_keys
+
+from flashgen.codegen.lower import lower
+from flashgen.codegen.render import render
+from flashgen.codegen.source import Source
+from flashgen.codegen.spec import Spec
+from flashgen.errors import VerifyError
+from flashgen.runtime import mla
+from flashgen.runtime.emulator.kernel import EmulatedKernel, emulated_sms
+from flashgen.runtime.emulator.schedule import Schedule, scheduled
+from flashgen.runtime.lookup import registry
+from flashgen.runtime.mla_problem import MlaProblem
+
+MUTATED: dict[str, Spec] = {
+    "boxes": shipped("mla_h100_bf16_d576v512_paged64", "sm_90a"),
+    "rows": shipped("mla_h100_bf16_d576v512_paged1", "sm_90a"),
+    "no rotary": shipped("mla_h100_fp16_d512", "sm_90a"),
+}
+# Problem, SMs, schedule, what the last key holds. Several segments a block, of one to five tiles; cuts, also into more
+# parts than a merge has warps for; scores that grow; values that only some rows see.
+Run = tuple[MlaProblem, int, Schedule, float | None]
+RUNS: tuple[Run, ...] = (
+    (MlaProblem((70, 0, 300, 1, 190), 8, 2), 1, Schedule("random", 0), None),
+    (MlaProblem((550, 450), 8, 2, softmax_scale=1.0), 3, Schedule("lazy", 1, resident=3), None),
+    (MlaProblem((129, 260), 8, 2), 1, Schedule("lazy", 2), math.nan),
+    (MlaProblem((1600,), 3, 1), 12, Schedule("random", 3, resident=12), None),
+)
+SYNCHRONISING = re.compile(
+    r"(?<![\w.>])(?:\w+\.)?(?:release|flush|wait_until_free|wait_until_equal|red_add_release|setmaxnreg_\w+<\w+>|"
+    r"mbarrier_(?:wait_parity|arrive\w*)|fence_\w+|wgmma_(?:fence|commit|wait<\d>)|cp_async_(?:wait<\w+>|commit)|"
+    r"sync_(?:warp|block)|bar_(?:sync|arrive)(?:_at)?<[^>]*>)\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);")
+PAIR = "two tiles of places: room for all pieces of a tile says that the weights of two tiles ago have been used"
+# (statement, line before it, line after it): why leaving it out changes nothing.
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "griddepcontrol_wait();"):
+        "with fewer registers the compiler spills, and the result is the same",
+    ("mbarrier_wait_parity(barriers + PAIR_EMPTY + at.pair(), at.pair_round() ^ 1);", "}", "if (issues) {"): PAIR,
+    ("mbarrier_wait_parity(barriers + PAIR_EMPTY + place.pair(), place.pair_round() ^ 1);",
+     "pack_weights<Element>(weights, s);", "// the weights of two tiles ago have been read"): PAIR,
+    ("wgmma_fence();", "tie_registers(keys);", "#pragma unroll"):
+        "for ptxas, which takes no products on trust that are issued behind a wait",
+}
+HEADERS = ("flashgen/merge_shares.cuh",)
+PRELUDE = "flashgen/prelude.cuh"
+SWITCH = """#ifndef FG_FAULT
+#define FG_FAULT
+static int fg_fault;
+__attribute__((noinline, no_sanitize("thread"))) static bool fg_alive(int fault) { return fg_fault == fault; }
+__attribute__((noinline, no_sanitize("thread"))) static void fg_choose(int fault) { fg_fault = fault; }
+#endif
+"""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A statement that only synchronises. Its neighbours tell apart those with one text, in all variants alike."""
+
+    file: str
+    statement: str
+    before: str
+    after: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.before[-50:]} [{self.statement}] {self.after[:30]} {self.number}"
+
+
+def _sites_of(file: str, text: str) -> Iterator[tuple[Site, re.Match[str]]]:
+    seen: dict[tuple[str, str, str], int] = {}
+    for m in SYNCHRONISING.finditer(text):
+        before, after = text[:m.start()].rstrip().rpartition("\n")[2], text[m.end():].lstrip().partition("\n")[0]
+        key = m[0], before.strip(), after.strip()
+        seen[key] = seen.get(key, -1) + 1
+        yield Site(file, *key, seen[key]), m
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A kernel with all its faults, of which a launch has at most one."""
+
+    kernel: EmulatedKernel
+    numbers: dict[Site | str, int]  # 0: none
+
+
+@cache
+def mutant(name: str) -> Mutant:
+    plan = lower(MUTATED[name])
+    source, numbers = render(plan), dict[Site | str, int]()
+    texts = {file: text for file, text in (("kernel", source.text), *source.headers)
+             if file == "kernel" or file in HEADERS}
+    for file, text in texts.items():
+        parts, end = [], 0
+        for site, m in _sites_of(file, text):
+            numbers[site] = len(numbers) + 1
+            parts += [text[end:m.start()], f"if (!fg_alive({numbers[site]})) ", m[0]]
+            end = m.end()
+        texts[file] = "".join(parts) + text[end:]
+    for fault, (old, new) in FAULTS.items():
+        for file in texts:
+            if old in texts[file]:
+                number = numbers.setdefault(fault, len(numbers) + 1)
+                alive = f"fg_alive({number})"
+                texts[file] = texts[file].replace(
+                    old, f"if ({alive}) {{ {new} }} else {{ {old} }}" if old.endswith(";") else
+                    f"({alive} ? {new} : {old})")
+    start = re.search(r"const __grid_constant__ Params p\) \{", texts["kernel"])
+    assert start is not None
+    kernel = f"{texts['kernel'][:start.end()]} fg_choose(p.lse_counts_sink >> 1);{texts['kernel'][start.end():]}"
+    headers = tuple((file, SWITCH + texts.get(file, text) if file == PRELUDE else texts.get(file, text))
+                    for file, text in source.headers)
+    return Mutant(EmulatedKernel(plan, Source(kernel, source.entry, source.file_name, headers, source.arch)), numbers)
+
+
+def report_with(name: str, fault: Site | str | None) -> str:
+    """How the emulator or the reference objects to the kernel with this fault, "" if neither does."""
+    mutated = mutant(name)
+    number = 0 if fault is None else mutated.numbers[fault]
+    true_kernel, true_values = mla._kernel, mla.mla_values
+
+    def values(*args: Any, **call: Any) -> dict[str, Any]:
+        return {**(found := true_values(*args, **call)), "lse_counts_sink": found["lse_counts_sink"] + 2 * number}
+
+    def kernel(wanted: Any, device: Any) -> Any:
+        return mutated.kernel if wanted.pass_ == "decode" else true_kernel(wanted, device)
+
+    spec = MUTATED[name]
+    changes = {"page_size": {64: 64, 1: 16, None: None}[spec.page_size], "head_dim_qk": spec.head_dim_qk,
+               "dtype": spec.dtype, "causal": True, "sink": True}
+    with mock.patch.object(mla, "_kernel", kernel), mock.patch.object(mla, "mla_values", values):
+        for problem, sms, schedule, special in RUNS:
+            inputs = replace(problem, **changes).make_inputs()
+            if special is not None:
+                inputs = with_last_keys(inputs, special)
+            with emulated_sms(sms), scheduled(schedule):
+                try:
+                    decoded(inputs, spec=spec)
+                except VerifyError as error:
+                    return str(error)
+    return ""
+
+
+@cache
+def _where() -> dict[Site, list[str]]:
+    found: dict[Site, list[str]] = {}
+    for name, spec in MUTATED.items():
+        source = render(lower(spec))
+        for file, text in (("kernel", source.text), *source.headers):
+            if file == "kernel" or file in HEADERS:
+                for site, _ in _sites_of(file, text):
+                    found.setdefault(site, []).append(name)
+    return found
+
+
+@pytest.mark.parametrize("name", MUTATED)
+def test_the_kernels_are_right_without_a_fault(name: str) -> None:
+    assert report_with(name, None) == ""
+    registry.generation += 1
+
+
+@pytest.mark.parametrize("site", _where(), ids=str)
+def test_no_synchronisation_is_idle(site: Site) -> None:
+    """One variant that misses it is enough: a statement may be for the sake of some of them."""
+    missed = any(report_with(name, site) for name in _where()[site])
+    why = EQUIVALENT.get((site.statement, site.before, site.after))
+    assert missed or why, "survives"
+    assert not (missed and why), "is said to change nothing"
+
+
+# name: (expression or statement, its replacement)
+FAULTS: dict[str, tuple[str, str]] = {
+    "hidden keys off by one": ("keys - unseen", "keys - unseen - 1"),
+    "rows past the end not cleared": ("(Tile::ROWS - first) * Tile::CHUNKS", "0"),
+    "values that are not finite left in": ("(bits >> 15) * 0xffffu", "0u"),
+    "the other's sums not rescaled": ("rows.sum[0][h] *= rescale.factor[h];", ""),
+    "output not rescaled": ("rescale.apply(o);", ""),
+    "half of the sums": ("sums[8 * h] + sums[BLOCK_M + 8 * h]", "sums[8 * h]"),
+    "the sink left out": ("exp2_approx(extra - highest)", "0.0f"),
+    "parts of two requests in one place": ("2 * me + (segment.part == 0)", "2 * me"),
+    "a part from its request's beginning": ("starts ? part.first_tile : 0", "0"),
+    "arrivals not put back": ("counters[0] = 0;", ""),
+    "parts not weighted": ("exp2_approx(weights[i * ROWS] - finite)", "1.0f"),
+    "the next page": ("key / p.page_size", "key / p.page_size + 1"),
+    "a row of another page": ("(here.first_key + lane + WARP_SIZE * h) % p.page_size", "lane % 16 / 2"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault: str) -> None:
+    assert any(report_with(name, fault) for name in MUTATED if fault in mutant(name).numbers), "not caught"

@@ -1,0 +1,113 @@
+"""The schedule kernel on the emulator: whatever the lengths, every tile of every request has exactly one block, and the
+blocks of a request know each other."""
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from flashgen.codegen.lower import lower
+from flashgen.codegen.render import render
+from flashgen.codegen.spec import load_specs, spec_path
+from flashgen.runtime.emulator.kernel import EmulatedKernel
+from flashgen.runtime.mla_values import MIN_TILES, OVERHEAD_TILES, RECORD_WORDS
+
+TILE = 64
+LENGTHS = st.one_of(
+    st.lists(st.integers(0, 300), min_size=1, max_size=40),
+    st.lists(st.sampled_from([0, 1, 63, 64, 65, 128, 4000]), min_size=1, max_size=12),
+    st.builds(lambda length, count: [length] * count, st.integers(0, 5000), st.integers(1, 24)))
+
+
+class Part(NamedTuple):
+    """A record of the schedule, as templates/flashmla/schedule.cu.j2 has it."""
+
+    first_request: int
+    first_tile: int
+    last_request: int
+    end_tile: int
+    first_begin: int
+    first_end: int
+    last_begin: int
+    last_end: int
+    first_keys: int
+    last_keys: int
+
+
+class Piece(NamedTuple):
+    begin: int
+    end: int
+    part: int
+    sharers: tuple[int, int]
+
+
+@cache
+def kernel() -> EmulatedKernel:
+    plan = lower(next(s for s in load_specs(spec_path("mla_h100")).specs if s.pass_ == "schedule"))
+    return EmulatedKernel(plan, render(plan))
+
+
+def parts_of(lengths: list[int], parts: int, overhead: int, least: int) -> list[Part]:
+    rows = torch.full((parts, RECORD_WORDS), -7, dtype=torch.int32)
+    launcher = kernel().launcher({"batch": len(lengths), "parts": parts, "overhead_tiles": overhead,
+                                  "min_tiles": least, "grid_x": 1})
+    launcher(seqlens=torch.tensor(lengths, dtype=torch.int32), schedule=rows)
+    return [Part(*row[:len(Part._fields)]) for row in rows.tolist()]
+
+
+def tiles_of(length: int) -> int:
+    return max(1, -(-length // TILE))
+
+
+def pieces_of(records: list[Part], lengths: list[int]) -> list[list[Piece]]:
+    """By request, in the order of the parts."""
+    found: list[list[Piece]] = [[] for _ in lengths]
+    for number, part in enumerate(records):
+        if part.first_request < 0:
+            continue
+        assert (part.first_keys, part.last_keys) == (lengths[part.first_request], lengths[part.last_request])
+        for request in range(part.first_request, part.last_request + 1):
+            starts, ends = request == part.first_request, request == part.last_request
+            sharers = ((part.first_begin, part.first_end) if starts else (part.last_begin, part.last_end) if ends
+                       else (number, number))
+            found[request].append(Piece(part.first_tile if starts else 0,
+                                        part.end_tile if ends else tiles_of(lengths[request]), number, sharers))
+            if starts and ends:
+                assert sharers == (part.last_begin, part.last_end)
+    return found
+
+
+@settings(deadline=None, max_examples=80)
+@given(LENGTHS, st.sampled_from([1, 2, 3, 4, 7, 13, 33, 66, 132]), st.sampled_from([1, 3, OVERHEAD_TILES]),
+       st.sampled_from([1, MIN_TILES, 4]))
+@example([64] * 9, 4, OVERHEAD_TILES, MIN_TILES)
+@example([70000], 132, OVERHEAD_TILES, MIN_TILES)
+def test_every_tile_has_one_block(lengths: list[int], parts: int, overhead: int, least: int) -> None:
+    records = parts_of(lengths, parts, overhead, least)
+    used = [record.first_request >= 0 for record in records]
+    assert used == sorted(used, reverse=True), "parts without work come last"
+    for pieces, length in zip(pieces_of(records, lengths), lengths, strict=True):
+        tiles = tiles_of(length)
+        assert pieces and pieces[0].begin == 0 and pieces[-1].end == tiles
+        for before, after in pairwise(pieces):
+            assert (after.begin, after.part) == (before.end, before.part + 1)
+        for piece in pieces:
+            assert piece.begin < piece.end and piece.sharers == (pieces[0].part, pieces[-1].part)
+        assert all(piece.end - piece.begin >= least for piece in pieces[:-1]), "only what is left may be a sliver"
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 3000), st.sampled_from([4, 33, 132]), st.integers(1, 20))
+def test_work_is_even(length: int, parts: int, count: int) -> None:
+    """No part costs more than its share and what the uncut rest of one more request may bring."""
+    lengths = [length] * count
+    costs = [0] * parts
+    for pieces in pieces_of(parts_of(lengths, parts, OVERHEAD_TILES, MIN_TILES), lengths):
+        for piece in pieces:
+            costs[piece.part] += piece.end - piece.begin + OVERHEAD_TILES
+    share = (tiles_of(length) + OVERHEAD_TILES) * count / parts
+    assert max(costs) <= share + 2 * OVERHEAD_TILES + MIN_TILES + tiles_of(length)
