@@ -122,7 +122,7 @@ struct Params {
   int32_t heads_per_kv_head;  // num_heads_q / num_heads_kv
   int32_t m_tiles;  // query tiles per head and sequence
   float scale_log2;  // softmax_scale * log2(e)
-  int32_t num_tiles;  // query tiles, over all heads and sequences
+  int32_t num_units;  // of work: query tiles of all heads and sequences, or parts
   int32_t heads_per_section;  // query heads whose keys and values L2 holds together
   int32_t heads_at_the_end;  // in the last section; the others are a multiple of a section
   int32_t align_bottom_right;  // 1: the last query is aligned with the last key; 0: first with first
@@ -221,16 +221,19 @@ struct Assignment {
 };
 static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(Assignment), "map and tiles agree");
 
-// Units of work: the tiles, of which those past `full_tiles` count once for each part.
-FG_DEVICE int num_units(const Params& p) { return p.num_tiles; }
-FG_DEVICE int tile_of_unit(const Params& p, int unit) { return unit; }
-
 // Tiles with keys that the rows [first_row, first_row + rows) of a sequence see.
 FG_DEVICE KvTiles tiles_of_rows(const Params& p, const Work& w, int first_row, int rows) {
   const int last_row = min_int(first_row + rows, w.seqlen_q) - 1;
   return kv_tiles<BLOCK_N>(visible_keys(p, first_row, w.seqlen_q, w.seqlen_kv),
                            visible_keys(p, last_row, w.seqlen_q, w.seqlen_kv));
 }
+
+// Where a unit of work is: the tile, in order, and which part of its keys.
+struct Place {
+  int tile, part;
+};
+
+FG_DEVICE Place place_of_unit(const Params& p, int unit) { return {unit, 0}; }
 
 struct UnitTiles {
   TileRange range, whole;
@@ -240,11 +243,12 @@ FG_DEVICE bool is_in(TileRange range, int tile) { return range.begin <= tile && 
 
 // The tiles that a unit loads: all that its rows see, or its part of them. At least one, so that every stage of the
 // pipeline has something to do; a row that sees nothing of it masks it away.
-FG_DEVICE UnitTiles tiles_of_unit(const Params& p, const Work& w, int unit) {
+FG_DEVICE UnitTiles tiles_of_unit(const Params& p, const Work& w, Place place) {
   const KvTiles all = tiles_of_rows(p, w, w.m_tile * BLOCK_M, BLOCK_M);
-  const TileRange whole = {all.full_begin, all.full_end};
-  const int end = max_int(all.end, all.begin + 1);
-  return {TileRange{all.begin, end}, whole};
+  UnitTiles tiles;
+  tiles.range = {all.begin, max_int(all.end, all.begin + 1)};
+  tiles.whole = {all.full_begin, all.full_end};
+  return tiles;
 }
 
 // Writes an announcement, each lane a part. By the whole load warp.
@@ -323,13 +327,14 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   int row = -1, head = 0, batch = 0;  // of the keys loaded last, whose values are due
   bool whole = true;
   int unit = blockIdx.x;
-  while (unit < num_units(p)) {
-    const Work work = locate_work(p, ordered_tile(p, tile_of_unit(p, unit)));
+  while (unit < p.num_units) {
+    const Place place = place_of_unit(p, unit);
+    const Work work = locate_work(p, ordered_tile(p, place.tile));
     if (work.m_tile < 0) {  // a tile set aside for a sequence that needs fewer
       unit = first_lane(next_unit(p, unit));
       continue;
     }
-    const UnitTiles tiles = tiles_of_unit(p, work, unit);
+    const UnitTiles tiles = tiles_of_unit(p, work, place);
     const TileRange range = tiles.range;
     announce(work, unit, tiles);
     int next = 0;

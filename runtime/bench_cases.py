@@ -13,7 +13,8 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.lower import lower
 from flashgen.codegen.mask import visible_pairs
 from flashgen.errors import SpecError, UnsupportedError
-from flashgen.runtime.values import launch_values, wants_split
+from flashgen.runtime.split import cut_tail
+from flashgen.runtime.values import cutting_of
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
@@ -204,7 +205,7 @@ def variants_for(case: Case, specs: Iterable[Spec], archs: Sequence[str], num_sm
     for arch in archs:
         found = [spec for spec in fitting if spec.arch == arch]
         twins = {spec.with_(split=False): spec for spec in found if spec.split}
-        passed_over = {spec if _splits(spec, case, num_sms) else twins[spec] for spec in found if spec in twins}
+        passed_over = {spec if _splits(twins[spec], case, num_sms) else twins[spec] for spec in found if spec in twins}
         if found:
             return [spec for spec in found if spec not in passed_over]
     raise UnsupportedError(f"no variant serves {case.label}", where="bench", allowed=", ".join(archs) + f", {layout}",
@@ -212,9 +213,8 @@ def variants_for(case: Case, specs: Iterable[Spec], archs: Sequence[str], num_sm
 
 
 def _splits(spec: Spec, case: Case, num_sms: int) -> bool:
+    """As lookup.prefers_split, of a dense case."""
     plan = lower(spec)
-    rows_q, rows_kv = (sum(side) if case.varlen else side[0] for side in zip(*case.lengths, strict=True))
-    values = launch_values(plan, num_sms=num_sms, batch=case.batch, seqlen_q=rows_q, seqlen_kv=rows_kv,
-                           num_heads_q=case.num_heads_q, num_heads_kv=case.num_heads_kv, softmax_scale=1.0,
-                           top_left=False, window=case.visible, strides={})
-    return wants_split(plan, values, num_sms)
+    (rows_q, rows_kv), = set(case.lengths)
+    return cut_tail(cutting_of(plan), num_sms, batch=case.batch, seqlen_q=rows_q, seqlen_kv=rows_kv,
+                    num_heads_q=case.num_heads_q, num_heads_kv=case.num_heads_kv).max_parts > 1

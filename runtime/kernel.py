@@ -63,7 +63,8 @@ class Launcher:
     """One kernel with all arguments but its pointers fixed. Not for two threads at once: they would share the bytes."""
 
     def __init__(self, kernel: Kernel, values: Mapping[str, int | float]) -> None:
-        """`values`: every parameter of the plan that is neither a pointer nor a tensor map, and `grid_x`."""
+        """`values`: every parameter of the plan that is neither a pointer nor a tensor map, `grid_x`, and whether it is
+        `cooperative`."""
         plan, config = kernel.plan, api().CUlaunchConfig()
         packed, pointers, offsets = pack_params(plan, values), pointer_names(plan), params_layout(plan.params)[1]
         first = offsets[pointers[0]]
@@ -79,6 +80,11 @@ class Launcher:
         config.gridDimX, config.gridDimY, config.gridDimZ = int(values["grid_x"]), 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = plan.launch.threads, 1, 1
         config.sharedMemBytes = plan.launch.smem_bytes
+        if values.get("cooperative"):  # blocks wait for each other, so all of them must run at once
+            attribute = api().CUlaunchAttribute()
+            attribute.id = api().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+            config.attrs, config.numAttrs = [attribute], 1
         self._config, self._kernel, self._function = config, kernel, kernel.function
         self._launch, self._success = api().cuLaunchKernelEx, api().CUresult.CUDA_SUCCESS
         self._stream_type, self._stream = api().CUstream, -1

@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths, spec_path
@@ -28,6 +29,7 @@ from flashgen.runtime.bundle import Bundle
 from flashgen.runtime.driver import device_facts
 from flashgen.runtime.kernel import Kernel
 from flashgen.runtime.selector import Selector, selector
+from flashgen.runtime.split import Cutting, cut_tail
 
 if TYPE_CHECKING:
     from flashgen.runtime.emulator.kernel import EmulatedKernel
@@ -55,7 +57,7 @@ class Wanted:
     lse: bool
     spec: str = ""
     tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
-    split: bool = False       # whether blocks had better share the keys of the last tiles: values.wants_split
+    split: bool = False       # whether blocks had better share the keys of the last tiles: prefers_split
 
 
 class Choice(NamedTuple):
@@ -121,10 +123,36 @@ class Registry:
                     self._kernels[wanted, device_index] = found
         return found
 
+    def num_sms(self, device_index: int) -> int:
+        """Of a device, or of the EMULATED one: what persistent grids are sized for."""
+        if device_index == EMULATED:
+            from flashgen.runtime.emulator.kernel import emulated_num_sms
+
+            return emulated_num_sms()
+        return device_facts(device_index).num_sms
+
+    def prefers_split(self, wanted: Wanted, device_index: int, call: Mapping[str, Any]) -> bool:
+        """Whether a call had better be served by a kernel that cuts the last tiles along their keys, if one can: by the
+        tile table alone, so that no kernel is loaded to find out. `call`: as values.launch_values takes it."""
+        if wanted.kv_layout == "varlen" or wanted.window or not wanted.tensor_maps:
+            return False
+        head_dims, mask = (wanted.head_dim_qk, wanted.head_dim_v), mask_choice(wanted.causal, wanted.window)
+        for arch in self._archs(device_index):
+            tile = find_tile("fa3", arch, mask, *head_dims, split=True)
+            if tile is not None:
+                cutting = Cutting(tile.m, tile.n, wanted.causal, *head_dims, DTYPES[wanted.dtype].bytes)
+                return cut_tail(cutting, self.num_sms(device_index), **call).max_parts > 1
+        return False
+
+    @staticmethod
+    def _archs(device_index: int) -> list[str]:
+        if device_index == EMULATED:
+            return sorted(TARGETS, key=lambda arch: arch != EMULATED_FIRST)
+        return archs_for(device_facts(device_index).cc)
+
     def _find(self, wanted: Wanted, device_index: int) -> tuple[Kernel | EmulatedKernel, str]:
         emulated = device_index == EMULATED
-        archs = (sorted(TARGETS, key=lambda arch: arch != EMULATED_FIRST) if emulated
-                 else archs_for(device_facts(device_index).cc))
+        archs = self._archs(device_index)
         if wanted.spec:
             choice = Choice(_matching(self._variants(wanted.spec), wanted, archs), "its spec is named")
         elif emulated:

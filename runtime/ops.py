@@ -23,7 +23,7 @@ from flashgen.runtime.counters import CountingLauncher, counters_of
 from flashgen.runtime.kernel import Kernel, Launcher
 from flashgen.runtime.lookup import EMULATED, Wanted, check_head_dims, registry
 from flashgen.runtime.tensor_map import fits_maps
-from flashgen.runtime.values import is_persistent, launch_values, pointer_names, splits_keys, wants_split
+from flashgen.runtime.values import is_persistent, launch_values, pointer_names, splits_keys
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
@@ -224,9 +224,8 @@ def _prepare(  # type: ignore[no-untyped-def]
     call = dict(batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
                 num_heads_kv=num_heads_kv, softmax_scale=scale, top_left=causal == 2,
                 window=(left, 0 if causal else right), strides=strides)
-    kernel, values = _kernel_and_values(wanted, q.device, call)
-    if wants_split(kernel.plan, values, kernel.num_sms):
-        kernel, values = _kernel_and_values(replace(wanted, split=True), q.device, call)
+    kernel = _kernel(wanted, q.device, call)
+    values = launch_values(kernel.plan, num_sms=kernel.num_sms, **call)
     if seqlen_kv == 0 and kernel.plan.tensor_maps:  # a map describes one row at least
         return _Call(None, out_shape, lse_shape, None)
     out_like_q = out_shape == q.shape and q.is_contiguous()
@@ -234,16 +233,13 @@ def _prepare(  # type: ignore[no-untyped-def]
                  "lse" in pointer_names(kernel.plan))
 
 
-def _kernel_and_values(wanted: Wanted, device: torch.device,
-                       call: dict[str, Any]) -> tuple[Kernel | EmulatedKernel, dict[str, Any]]:
-    """The kernel for a call, and its launch's values; `call` as launch_values takes it."""
+def _kernel(wanted: Wanted, device: torch.device, call: dict[str, Any]) -> Kernel | EmulatedKernel:
+    """The kernel for a call; `call` as launch_values takes it."""
     if device.type == "cpu":
-        kernel = registry.kernel(wanted, EMULATED)
-    else:
-        with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes this thread's context torch's
-            kernel = registry.kernel(wanted, device.index)
-    return kernel, launch_values(kernel.plan, num_sms=kernel.num_sms, **call)
+        return registry.kernel(replace(wanted, split=registry.prefers_split(wanted, EMULATED, call)), EMULATED)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes this thread's context torch's
+        return registry.kernel(replace(wanted, split=registry.prefers_split(wanted, device.index, call)), device.index)
 
 
 def _launcher(kernel: Kernel | EmulatedKernel, values: dict[str, Any],

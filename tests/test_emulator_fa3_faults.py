@@ -117,12 +117,18 @@ FAULTS = {
     "sum not rescaled": (
         "tickets, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= rescale.factor[h];", ""),
     "parts not weighted": (
-        "turns, parts, output over queries", "merge.cuh", "error", "weight[j / 2 % 2], sum);", "1.0f, sum);"),
+        "turns, parts, output over queries", "merge.cuh", "error", "fmaf(weight, columns", "fmaf(1.0f, columns"),
     "arrivals not put back": (
-        "turns, parts, output over queries", "merge.cuh", "leaves counter", "if (last) *arrivals = 0;", ""),
+        "turns, parts, output over queries", "merge.cuh", "leaves counter", "arrivals[i] = 0;", ""),
     "one part left out": (
         "turns, parts, output over queries", "merge.cuh", "error",
-        "for (int i = 0; i < parts; ++i) {", "for (int i = 1; i < parts; ++i) {"),
+        "for (int begin = 0; begin < parts;", "for (int begin = 1; begin < parts;"),
+    "blocks that are done not put back": (
+        "turns, parts, output over queries", "merge.cuh", "leaves counter", "*done = 0;", ";"),
+    "parts not waited for": (
+        "turns, parts, output over queries", "kernel", "", "parts * SLABS);\n", "parts * SLABS - 1);\n"),
+    "a part of the wrong tile": (
+        "turns, parts, output over queries", "kernel", "", "p.counters + ARRIVALS + a.tail", "p.counters + ARRIVALS"),
     "rows of the next sequence overwritten": (
         "varlen", "kernel", "", "constexpr int STORED_ROWS = 16;", "constexpr int STORED_ROWS = 1;"),
     "a sequence's own rows": ("varlen", "kernel", "", "return w.kv_begin;", "return w.kv_begin + 1;"),

@@ -194,7 +194,7 @@ def parts(spec: Spec, problem: Problem) -> int:
     return launch_values(lower(spec), num_sms=SMS, batch=problem.batch, seqlen_q=problem.seqlen_q,
                          seqlen_kv=problem.seqlen_kv, num_heads_q=problem.num_heads_q,
                          num_heads_kv=problem.num_heads_kv, softmax_scale=1.0, top_left=False,
-                         window=problem.window, strides={})["splits"]
+                         window=problem.window, strides={})["max_parts"]
 
 
 @over(SPLIT)

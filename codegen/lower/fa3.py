@@ -32,6 +32,9 @@ OUT_STAGES = 2            # panels of the output that a warp has under way
 WORK_STAGES = 2           # query tiles announced ahead: the one at work, and the one whose loads run
 TICKET_LEAD = 3           # hides the answer of a device-wide counter; more would hand out tiles too early
 CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
+TICKET_COUNTERS = 2       # of tickets.cuh
+MERGED_CHUNKS = 2         # the least that fills a sector of device memory; small shares keep every SM busy
+PARTS_AT_ONCE = 6         # what the registers of four warpgroups hold
 ASSIGNMENT_BYTES = 56     # of one announcement, at most, and for each warpgroup
 KV_TILES_BYTES = 20
 
@@ -53,7 +56,7 @@ def lower(spec: Spec, target: Target) -> Plan:
     poisonable = varlen or mask != "full"
     barriers = _barriers(tile, groups, poisonable)
     out_stages = _out_stages(spec, tile)
-    smem = _smem(spec, tile, groups, split, out_stages, barriers)
+    smem = _smem(spec, tile, groups, out_stages, barriers)
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
         template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
@@ -107,8 +110,8 @@ def _barriers(tile: TileRow, groups: int, poisonable: bool) -> tuple[Barrier, ..
     )
 
 
-def _smem(spec: Spec, tile: TileRow, groups: int, split: bool, out_stages: int,
-          barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
+def _smem(spec: Spec, tile: TileRow, groups: int, out_stages: int, barriers: tuple[Barrier, ...]
+          ) -> tuple[Region, ...]:
     q_stages = tile.q_stages * groups
     return layout_regions((
         ("Q", q_stages * tile_bytes(WARPGROUP_ROWS, spec.head_dim_qk),
@@ -120,8 +123,6 @@ def _smem(spec: Spec, tile: TileRow, groups: int, split: bool, out_stages: int,
           if out_stages else ()),
         ("WORK", WORK_STAGES * (ASSIGNMENT_BYTES + groups * KV_TILES_BYTES),
          f"{WORK_STAGES} announcements of query tiles"),
-        *((("SAID", 16, "a word per warpgroup: whether it was the last to write its part of a split tile"),)
-          if split else ()),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))
 
@@ -191,9 +192,14 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         constants.append(Constant("TURN_BARRIER", 1, "first of the named barriers for turns, one per warpgroup"))
     if split:
         constants += [
-            Constant("PART_BARRIER", 1 + groups, "first of the named barriers around a part's arrival, likewise"),
+            Constant("SLABS", WARPGROUP_WARPS * groups, "of a part: 16 rows for each warp that multiplies"),
             Constant("PARTIAL_FLOATS", groups * (cols_v // 2 + 4) * WARPGROUP_THREADS,
                      "one part: output, reference and sum of every mma thread"),
+            Constant("MERGED", TICKET_COUNTERS, "the counter of blocks that wait for no part any more"),
+            Constant("ARRIVALS", TICKET_COUNTERS + 1, "first of the counters of slabs written, one per split tile"),
+            Constant("MERGED_CHUNKS", MERGED_CHUNKS, "8 columns each, of the rows that a warp adds up at a time"),
+            Constant("PARTS_AT_ONCE", PARTS_AT_ONCE, "read together"),
+            Constant("MERGE_BARRIER", 1 + groups, "the named barrier behind those for turns: no warp waits for parts"),
         ]
     return tuple(constants)
 
@@ -204,9 +210,11 @@ def _params(spec: Spec, mask: str, order: str, split: bool) -> tuple[Param, ...]
             for name in ("q", "k", "v", "out")]
     pointers = [*tensor_params(spec), *LAYOUTS[spec.kv_layout],
                 Param("counters", "i32_out", "tickets and arrivals, zero between launches")]
-    sizes = [*size_params(spec), Param("num_tiles", "i32", "query tiles, over all heads and sequences")]
+    sizes = [*size_params(spec), Param("num_units", "i32", "of work: query tiles of all heads and sequences, or parts")]
     if split:
-        pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][splits] parts of PARTIAL_FLOATS"))
-        sizes += [Param("full_tiles", "i32", "the first of them, which are not split"),
-                  Param("splits", "i32", "parts of each of the others")]
+        pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][max_parts] parts of PARTIAL_FLOATS"))
+        sizes += [Param("num_tiles", "i32", "query tiles, over all heads and sequences"),
+                  Param("full_tiles", "i32", "the first of them, which are not split"),
+                  Param("tiles_per_part", "i32", "tiles of keys of each part of the others, at most"),
+                  Param("max_parts", "i32", "parts of a tile, at most")]
     return (*maps, *pointers, *stride_params(spec), *sizes, *ORDERS[order], *SCORES[spec.score], *MASKS[mask].params)

@@ -127,7 +127,7 @@ def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument
 @contextmanager
 def emulated_sms(count: int) -> Iterator[None]:
     """Calls in this context size persistent grids for `count` SMs."""
-    before = _num_sms()
+    before = emulated_num_sms()
     _local.num_sms = count
     try:
         yield
@@ -135,7 +135,8 @@ def emulated_sms(count: int) -> Iterator[None]:
         _local.num_sms = before
 
 
-def _num_sms() -> int:
+def emulated_num_sms() -> int:
+    """What persistent grids are sized for in this context."""
     return getattr(_local, "num_sms", NUM_SMS)
 
 
@@ -148,7 +149,7 @@ class EmulatedKernel:
 
     @property
     def num_sms(self) -> int:
-        return _num_sms()
+        return emulated_num_sms()
 
     def launcher(self, values: Mapping[str, int | float]) -> EmulatedLauncher:
         return EmulatedLauncher(self, values)

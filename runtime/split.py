@@ -1,0 +1,114 @@
+"""How an fa3 launch cuts query tiles along their keys, and in which order it takes heads. No torch, no CUDA.
+
+A change here that gives other values for the same plan is a change of bundle.LAUNCH_RULES.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from flashgen.codegen.smem import round_up
+
+MAX_PARTS = 128             # of the keys of one query tile
+MAX_ROUNDS = 4              # of parts over all SMs: more never paid
+# What splitting costs, in the time of one key tile: of each round of parts, of waiting for the last ones, and how many
+# bytes of parts are written and read back meanwhile.
+ROUND_TILES, MERGE_TILES, BYTES_PER_TILE = 1, 3, 4 << 20
+SPLIT_GAIN = 0.012          # docs/fa3.md: predicted gains below it were losses
+SECTION_HEADS = 16          # docs/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
+SECTION_BYTES = 32 << 20    # of K and V that L2 keeps beside what else passes through it
+LAST_ROUNDS = 3             # of query tiles over all SMs, sorted by length at the end of the grid
+
+
+class Cutting(NamedTuple):
+    """What of a kernel decides how its tiles are cut and ordered."""
+
+    rows: int  # of a query tile
+    keys: int  # of a tile of keys
+    causal: bool
+    head_dim_qk: int
+    head_dim_v: int
+    element_bytes: int
+
+    @property
+    def part_row_bytes(self) -> int:
+        """Of device memory, for one row of a part: merge.cuh."""
+        return 4 * round_up(self.head_dim_v, 16) + 32
+
+
+class Parts(NamedTuple):
+    """How the tiles after the first `full_tiles` are cut along their keys: parameters of the kernel."""
+
+    full_tiles: int
+    tiles_per_part: int  # tiles of keys
+    max_parts: int       # of one query tile
+    num_units: int       # full tiles and parts
+
+    @classmethod
+    def none(cls, num_tiles: int) -> Parts:
+        return cls(num_tiles, 1, 1, num_tiles)
+
+
+def cut_tail(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q: int,
+             top_left: bool = False, **rest: Any) -> Parts:
+    """The parts of a dense call; arguments as values.launch_values takes them."""
+    m_tiles = -(-seqlen_q // cut.rows)
+    tiles = m_tiles * num_heads_q * batch
+    # Blocks that draw tickets, long tiles first, end together without splitting, unless tiles are few or equally long.
+    if cut.causal and tiles >= num_sms and seqlen_kv < 2 * seqlen_q:
+        return Parts.none(tiles)
+    heads = last_section(cut, num_sms, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
+                         **rest)["heads_at_the_end"]
+    # The last tiles of slots/order/longest_first.cuh.j2, whose last section is longer. (Without mask all are alike.)
+    left = tiles % num_sms
+    m_tile = Counter(m_tiles - 1 - (heads * m_tiles - left + i) // heads for i in range(left))
+    lengths = Counter[int]()
+    for number, count in m_tile.items():
+        last_row = min((number + 1) * cut.rows, seqlen_q) - 1
+        last_key = last_row + (0 if top_left else seqlen_kv - seqlen_q) if cut.causal else seqlen_kv
+        # As num_parts in templates/fa3/units.cuh.j2 counts them.
+        lengths[max(min(last_key, seqlen_kv - 1), 0) // cut.keys + 1] += count
+    return split_tail(tiles, lengths, num_sms, min(seqlen_q, cut.rows) * cut.part_row_bytes)
+
+
+def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_bytes: int) -> Parts:
+    """How to cut the tiles of the last, incomplete round. `lengths`: how many of them have so many tiles of keys.
+
+    Whole rounds of num_sms tiles keep every SM busy. The remainder would leave SMs idle in a last round of its own, so
+    its tiles are cut along the keys into parts, which take less time. A kernel that splits is itself a little slower,
+    so less than SPLIT_GAIN of the whole is no reason to. `part_bytes`: of device memory, for the rows that exist.
+    """
+    rest, longest = sum(lengths.values()), max(lengths, default=1)
+    best, least = Parts.none(num_tiles), float(longest)
+    enough = least - SPLIT_GAIN * -(-num_tiles // num_sms) * longest
+    for count in range(2, min(MAX_PARTS, longest) + 1):
+        size = -(-longest // count)
+        parts = sum(tiles * -(-length // size) for length, tiles in lengths.items())
+        rounds = -(-parts // num_sms)
+        cost = rounds * (size + ROUND_TILES) + MERGE_TILES + parts * part_bytes / BYTES_PER_TILE
+        if cost < min(enough, 0.95 * least if best.max_parts > 1 else least):  # of those about as good, the fewest
+            best, least = Parts(num_tiles - rest, size, -(-longest // size), num_tiles - rest + parts), cost
+        if rounds > MAX_ROUNDS:
+            break
+    return best
+
+
+def last_section(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q: int,
+                 num_heads_kv: int, **_: Any) -> dict[str, int]:
+    """`sections` of a dense call; arguments as values.launch_values takes them."""
+    key_bytes = seqlen_kv * (cut.head_dim_qk + cut.head_dim_v) * cut.element_bytes
+    return sections(num_heads_q * batch, -(-seqlen_q // cut.rows), num_sms, num_heads_q // num_heads_kv, key_bytes)
+
+
+def sections(num_heads: int, m_tiles: int, num_sms: int, heads_per_kv_head: int, key_bytes: int) -> dict[str, int]:
+    """How slots/order/longest_first.cuh.j2 goes through the `num_heads` query heads of all sequences.
+
+    heads_per_section: as many as read SECTION_BYTES of K and V together (`key_bytes`: of one kv head and sequence), so
+    that L2 keeps them while the query tiles of a section are worked on; at least 1, at most SECTION_HEADS.
+    heads_at_the_end: enough for LAST_ROUNDS rounds of all SMs, whose tiles end in order of length.
+    """
+    per_section = max(1, min(SECTION_HEADS, num_heads, SECTION_BYTES * heads_per_kv_head // max(key_bytes, 1)))
+    at_the_end = min(num_heads, -(-LAST_ROUNDS * num_sms // max(m_tiles, 1)))
+    before = (num_heads - at_the_end) // per_section * per_section  # whole sections
+    return {"heads_per_section": per_section, "heads_at_the_end": num_heads - before}
