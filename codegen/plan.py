@@ -81,6 +81,7 @@ class TensorMap:
     box_cols: int        # elements, contiguous: one panel
     box_rows: int
     swizzle_bytes: int   # of a row of the panel: 128, 64
+    packed: bool = False  # [columns, heads of a kv head, rows, kv heads, batch]; whole rows, at most box_rows / heads
 
 
 @dataclass(frozen=True)

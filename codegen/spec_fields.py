@@ -92,6 +92,9 @@ class Spec(_Frozen):
     split: Annotated[bool, _row(
         "cut the last, incomplete wave of query tiles along the keys, so that no SM idles, and merge the parts",
         family="fa3", others="its grid is one block per query tile")] = False
+    pack_gqa: Annotated[bool, _row(
+        "the query heads of a kv head, 64 at most, share query tiles: for few queries, so that keys are read once",
+        family="fa3", others="its query tiles are of one head")] = False
 
     @model_validator(mode="wrap")
     @classmethod
@@ -143,6 +146,7 @@ class Spec(_Frozen):
             (self.q_stages, f"q{self.q_stages}"),
             (self.schedule, f"{self.schedule}"),
             (self.split, "split"),
+            (self.pack_gqa, "packed"),
         ]
         return "_".join(text for present, text in parts if present)
 

@@ -107,6 +107,15 @@ def _split(spec: Spec) -> SpecError | None:
     return None
 
 
+def _packed(spec: Spec) -> SpecError | None:
+    if not spec.pack_gqa or not (spec.window or spec.kv_layout == "varlen"):
+        return None
+    name, value = ("window", "true") if spec.window else ("kv_layout", "varlen")
+    return SpecError(f"pack_gqa is true together with {name} {value}", where="Spec.pack_gqa", allowed="false",
+                     nearest="pack_gqa: false",
+                     next=f"when both are lists, add `- {{{name}: {value}, pack_gqa: true}}` to exclude")
+
+
 def _words(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers))
 
@@ -124,4 +133,5 @@ RULES: tuple[Rule, ...] = (
     Rule("fa3: `schedule: pingpong` needs two mma warpgroups or more.", _turns),
     Rule("fa3: `split: true` excludes `batch_invariant: true`, `window: true` and `kv_layout: varlen`, which split "
          "nothing.", _split),
+    Rule("fa3: `pack_gqa: true` excludes `window: true` and `kv_layout: varlen`.", _packed),
 )

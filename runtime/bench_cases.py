@@ -213,7 +213,7 @@ def variants_for(case: Case, specs: Iterable[Spec], archs: Sequence[str], num_sm
 
 
 def _splits(spec: Spec, case: Case, num_sms: int) -> bool:
-    """As lookup.prefers_split, of a dense case."""
+    """As Registry.for_sizes, of a dense case."""
     plan = lower(spec)
     (rows_q, rows_kv), = set(case.lengths)
     return cut_tail(cutting_of(plan), num_sms, batch=case.batch, seqlen_q=rows_q, seqlen_kv=rows_kv,

@@ -108,13 +108,12 @@ class Launcher:
 
     def _map(self, addresses: tuple[int, ...]) -> None:
         """Point the tensor maps, which lie in the parameter block, at tensors that moved since the last launch."""
-        filler = addresses[0]  # an empty tensor has no address, and a map must have one
         if not self._maps:
-            self._maps = [encode(shape, filler if shape.empty else address, place)
+            self._maps = [encode(shape, address, place)
                           for (shape, place), address in zip(self._shapes, addresses, strict=True)]
         else:
             for i, address in enumerate(addresses):
-                if address != self._mapped[i] and not self._shapes[i][0].empty:
+                if address != self._mapped[i]:
                     (status,) = self._replace(self._maps[i], address)
                     if status != self._success:
                         self._maps, self._mapped = [], ()  # the next launch begins anew

@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +29,7 @@ from flashgen.runtime.bundle import Bundle
 from flashgen.runtime.driver import device_facts
 from flashgen.runtime.kernel import Kernel
 from flashgen.runtime.selector import Selector, selector
-from flashgen.runtime.split import Cutting, cut_tail
+from flashgen.runtime.split import Cutting, cut_tail, wants_packing
 
 if TYPE_CHECKING:
     from flashgen.runtime.emulator.kernel import EmulatedKernel
@@ -57,7 +57,8 @@ class Wanted:
     lse: bool
     spec: str = ""
     tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
-    split: bool = False       # whether blocks had better share the keys of the last tiles: prefers_split
+    split: bool = False       # whether blocks had better share the keys of the last tiles: for_sizes
+    pack_gqa: bool | None = False  # whether query heads had better share query tiles; None: they cannot
 
 
 class Choice(NamedTuple):
@@ -131,18 +132,20 @@ class Registry:
             return emulated_num_sms()
         return device_facts(device_index).num_sms
 
-    def prefers_split(self, wanted: Wanted, device_index: int, call: Mapping[str, Any]) -> bool:
-        """Whether a call had better be served by a kernel that cuts the last tiles along their keys, if one can: by the
-        tile table alone, so that no kernel is loaded to find out. `call`: as values.launch_values takes it."""
+    def for_sizes(self, wanted: Wanted, device_index: int, call: Mapping[str, Any]) -> Wanted:
+        """`wanted` with what the sizes of the call make the better choice: by the tile table alone, so that no kernel
+        is loaded to find out. `call`: as values.launch_values takes it."""
         if wanted.kv_layout == "varlen" or wanted.window or not wanted.tensor_maps:
-            return False
+            return wanted
         head_dims, mask = (wanted.head_dim_qk, wanted.head_dim_v), mask_choice(wanted.causal, wanted.window)
         for arch in self._archs(device_index):
             tile = find_tile("fa3", arch, mask, *head_dims, split=True)
             if tile is not None:
-                cutting = Cutting(tile.m, tile.n, wanted.causal, *head_dims, DTYPES[wanted.dtype].bytes)
-                return cut_tail(cutting, self.num_sms(device_index), **call).max_parts > 1
-        return False
+                cut = Cutting(tile.m, tile.n, wanted.causal, False, *head_dims, DTYPES[wanted.dtype].bytes)
+                packs = wants_packing(cut, **call)
+                parts = cut_tail(cut._replace(packed=bool(packs)), self.num_sms(device_index), **call)
+                return replace(wanted, split=parts.max_parts > 1, pack_gqa=packs)
+        return wanted
 
     @staticmethod
     def _archs(device_index: int) -> list[str]:
@@ -192,13 +195,15 @@ def _selectors(wanted: Wanted, arch: str, family: str) -> list[Selector]:
     """Selectors that serve `wanted`, the closest first.
 
     A window kernel also serves unbounded and causal calls, an lse kernel calls without lse, a batch-invariant one any,
-    and so does one that splits, or does not.
+    and so does one that splits, or does not, and one that packs query heads, or does not.
     """
     masks = [(wanted.causal, wanted.window)] + ([] if wanted.window else [(False, True)])
     return [Selector(arch, family, "fwd", wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, causal, window,
-                     wanted.kv_layout, "none", lse, invariant, split)
+                     wanted.kv_layout, "none", lse, invariant, split, packed)
             for causal, window in masks for lse in ((True,) if wanted.lse else (True, False))
-            for invariant in (False, True) for split in (wanted.split, not wanted.split)]
+            for invariant in (False, True)
+            for packed in ((False,) if wanted.pack_gqa is None else (wanted.pack_gqa, not wanted.pack_gqa))
+            for split in (wanted.split, not wanted.split)]
 
 
 def _reads(family: str, wanted: Wanted) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,10 +235,10 @@ def _prepare(  # type: ignore[no-untyped-def]
 def _kernel(wanted: Wanted, device: torch.device, call: dict[str, Any]) -> Kernel | EmulatedKernel:
     """The kernel for a call; `call` as launch_values takes it."""
     if device.type == "cpu":
-        return registry.kernel(replace(wanted, split=registry.prefers_split(wanted, EMULATED, call)), EMULATED)
+        return registry.kernel(registry.for_sizes(wanted, EMULATED, call), EMULATED)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes this thread's context torch's
-        return registry.kernel(replace(wanted, split=registry.prefers_split(wanted, device.index, call)), device.index)
+        return registry.kernel(registry.for_sizes(wanted, device.index, call), device.index)
 
 
 def _launcher(kernel: Kernel | EmulatedKernel, values: dict[str, Any],

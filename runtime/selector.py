@@ -24,6 +24,7 @@ class Selector(NamedTuple):
     lse: bool
     batch_invariant: bool
     split: bool
+    pack_gqa: bool
 
 
 def selector(fields: Iterable[tuple[str, object]], arch: str) -> Selector:

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flashgen.codegen.smem import round_up
+from flashgen.codegen.warpgroup import WARPGROUP_ROWS
+from flashgen.errors import UnsupportedError
 
 MAX_PARTS = 128             # of the keys of one query tile
 MAX_ROUNDS = 4              # of parts over all SMs: more never paid
 # What splitting costs, in the time of one key tile: of each round of parts, of waiting for the last ones, and how many
 # bytes of parts are written and read back meanwhile.
 ROUND_TILES, MERGE_TILES, BYTES_PER_TILE = 1, 3, 4 << 20
+PACKING_GAIN = 0.75         # of the query tiles: with more of them left, packing is not worth its slower stores
 SPLIT_GAIN = 0.012          # docs/fa3.md: predicted gains below it were losses
 SECTION_HEADS = 16          # docs/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
 SECTION_BYTES = 32 << 20    # of K and V that L2 keeps beside what else passes through it
@@ -27,9 +30,19 @@ class Cutting(NamedTuple):
     rows: int  # of a query tile
     keys: int  # of a tile of keys
     causal: bool
+    packed: bool
     head_dim_qk: int
     head_dim_v: int
     element_bytes: int
+
+    def queries(self, group: int) -> int:
+        """Of a tile, where `group` query heads share a kv head. UnsupportedError if those exceed a warpgroup's rows."""
+        if not self.packed:
+            return self.rows
+        if group > WARPGROUP_ROWS:
+            raise UnsupportedError(f"{group} query heads for each kv head", where="pack_gqa",
+                                   allowed=f"at most {WARPGROUP_ROWS}", nearest="a kernel without pack_gqa")
+        return self.rows // WARPGROUP_ROWS * (WARPGROUP_ROWS // group)
 
     @property
     def part_row_bytes(self) -> int:
@@ -51,25 +64,40 @@ class Parts(NamedTuple):
 
 
 def cut_tail(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q: int,
-             top_left: bool = False, **rest: Any) -> Parts:
+             num_heads_kv: int, top_left: bool = False, **_: Any) -> Parts:
     """The parts of a dense call; arguments as values.launch_values takes them."""
-    m_tiles = -(-seqlen_q // cut.rows)
-    tiles = m_tiles * num_heads_q * batch
-    # Blocks that draw tickets, long tiles first, end together without splitting, unless tiles are few or equally long.
-    if cut.causal and tiles >= num_sms and seqlen_kv < 2 * seqlen_q:
-        return Parts.none(tiles)
-    heads = last_section(cut, num_sms, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
-                         **rest)["heads_at_the_end"]
-    # The last tiles of slots/order/longest_first.cuh.j2, whose last section is longer. (Without mask all are alike.)
+    queries = cut.queries(num_heads_q // num_heads_kv)
+    m_tiles = -(-seqlen_q // queries)
+    tiles = m_tiles * (num_heads_kv if cut.packed else num_heads_q) * batch
     left = tiles % num_sms
-    m_tile = Counter(m_tiles - 1 - (heads * m_tiles - left + i) // heads for i in range(left))
+    if cut.causal and not cut.packed:
+        # Blocks draw tickets, long tiles first, and end together without parts, unless tiles are few or equally long.
+        if tiles >= num_sms and seqlen_kv < 2 * seqlen_q:
+            return Parts.none(tiles)
+        # The last tiles of slots/order/longest_first.cuh.j2, whose last section is longer.
+        heads = last_section(cut, num_sms, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
+                             num_heads_kv=num_heads_kv)["heads_at_the_end"]
+        places = [(heads * m_tiles - left + i) // heads for i in range(left)]
+    else:
+        places = [(tiles - left + i) % m_tiles for i in range(left)]
     lengths = Counter[int]()
-    for number, count in m_tile.items():
-        last_row = min((number + 1) * cut.rows, seqlen_q) - 1
+    for place, count in Counter(places).items():
+        last_row = min((m_tiles - place) * queries, seqlen_q) - 1
         last_key = last_row + (0 if top_left else seqlen_kv - seqlen_q) if cut.causal else seqlen_kv
         # As num_parts in templates/fa3/units.cuh.j2 counts them.
         lengths[max(min(last_key, seqlen_kv - 1), 0) // cut.keys + 1] += count
-    return split_tail(tiles, lengths, num_sms, min(seqlen_q, cut.rows) * cut.part_row_bytes)
+    rows = min(seqlen_q, queries) * (num_heads_q // num_heads_kv if cut.packed else 1)
+    return split_tail(tiles, lengths, num_sms, rows * cut.part_row_bytes)
+
+
+def wants_packing(cut: Cutting, *, seqlen_q: int, num_heads_q: int, num_heads_kv: int, **_: Any) -> bool | None:
+    """Whether a dense call had better be served by a kernel that packs the query heads of a kv head into its tiles;
+    None where none can. Long sequences have as many tiles either way, and unpacked ones are stored faster."""
+    group = num_heads_q // num_heads_kv
+    if group > WARPGROUP_ROWS:
+        return None
+    packed = -(-seqlen_q // cut._replace(packed=True).queries(group))
+    return packed <= PACKING_GAIN * group * -(-seqlen_q // cut.rows)
 
 
 def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_bytes: int) -> Parts:

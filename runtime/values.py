@@ -10,6 +10,7 @@ from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.plan import CTYPES, Plan
+from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 from flashgen.errors import PlanError, UnsupportedError
 from flashgen.runtime.split import Cutting, Parts, cut_tail, last_section
 
@@ -59,6 +60,11 @@ def fa3_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
     of the fp32 array `partials`, 0 where none is needed.
     """
     values, cut = _tiled(plan, **call), cutting_of(plan)
+    if cut.packed:
+        group = values["heads_per_kv_head"]
+        values["m_tiles"] = -(-values["seqlen_q"] // cut.queries(group))
+        values["num_tiles"] = values["m_tiles"] * values["num_heads_q"] // group * values["batch"]
+        values["group_rows"] = WARPGROUP_ROWS // group * group
     tiles = values["num_tiles"]
     parts = cut_tail(cut, num_sms, **call) if splits_keys(plan) else Parts.none(tiles)
     return {
@@ -74,7 +80,8 @@ def cutting_of(plan: Plan) -> Cutting:
     """What of an fa3 plan decides how its tiles are cut and ordered."""
     fields: dict[str, Any] = dict(plan.spec)
     return Cutting(plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), fields.get("causal", False),
-                   fields["head_dim_qk"], fields["head_dim_v"], DTYPES[fields["dtype"]].bytes)
+                   fields.get("pack_gqa", False), fields["head_dim_qk"], fields["head_dim_v"],
+                   DTYPES[fields["dtype"]].bytes)
 
 
 def _tiled(plan: Plan, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q: int, num_heads_kv: int,

@@ -71,7 +71,7 @@ def test_splits_are_few_and_pay(full: int, num_sms: int, many: list[int], part_b
 def test_causal_tiles_are_as_long_as_the_kernel_finds_them(top_left: bool, heads: int, seqlen_q: int, seqlen_kv: int,
                                                            num_sms: int) -> None:
     """The host counts the units that the kernel counts, tile by tile in its order: else it would wait forever."""
-    cutting = Cutting(64, 16, True, 64, 64, 2)
+    cutting = Cutting(64, 16, True, False, 64, 64, 2)
     shape = dict(batch=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=heads, num_heads_kv=1, top_left=top_left)
     found = cut_tail(cutting, num_sms, **shape)  # type: ignore[arg-type]
     m_tiles = math.ceil(seqlen_q / 64)
@@ -172,6 +172,6 @@ def test_sections_give_every_tile_once(heads: int, m_tiles: int, num_sms: int, r
 
 
 def test_sections_count_the_heads_of_all_sequences() -> None:
-    cutting = Cutting(16, 16, True, 64, 64, 2)
+    cutting = Cutting(16, 16, True, False, 64, 64, 2)
     assert last_section(cutting, SMS, batch=3, num_heads_q=8, num_heads_kv=8, seqlen_q=1, seqlen_kv=1) == {
         "heads_per_section": 16, "heads_at_the_end": 24}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.lower.common import overridden, size_params, stride_params, tensor_params
 from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
-from flashgen.codegen.slots import LAYOUTS, MASKS, ORDERS, SCORES, mask_choice
+from flashgen.codegen.slots import LAYOUTS, MASKS, ORDERS, ROWS, SCORES, mask_choice
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import Target
@@ -51,22 +51,25 @@ def lower(spec: Spec, target: Target) -> Plan:
     load_registers, mma_registers = REGISTERS.get(groups, (None, None))
     split = spec.split
     pingpong = (spec.schedule or tile.schedule) == "pingpong" and groups > 1
-    order = "tickets" if varlen else "in_order" if mask == "full" else "longest_first"
+    packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
+    order = "tickets" if varlen else "in_order" if mask == "full" or packed else "longest_first"
     # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
     poisonable = varlen or mask != "full"
     barriers = _barriers(tile, groups, poisonable)
     out_stages = _out_stages(spec, tile)
+    over_queries = not packed and not out_stages
     smem = _smem(spec, tile, groups, out_stages, barriers)
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
         template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, tile, groups, out_stages, split, pingpong, poisonable),
-        slots=(("layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("score", spec.score), ("mask", mask),
-               ("order", order)),
+        slots=(("layout", "packed" if packed else spec.kv_layout), ("coordinates", spec.kv_layout),
+               ("rows", "packed" if packed else "plain"), ("score", spec.score), ("mask", mask), ("order", order)),
         flags=(("lse", spec.lse), ("split", split), ("whole", not split), ("tickets", order != "in_order"),
-               ("pingpong", pingpong), ("out_over_queries", not out_stages), ("out_apart", bool(out_stages)),
-               ("rows_end_inside", varlen), ("moves_registers", groups in REGISTERS),
-               ("poisonable", poisonable), ("pure", not poisonable)),
+               ("pingpong", pingpong), ("out_over_queries", over_queries), ("frees_queries", not over_queries),
+               ("out_apart", bool(out_stages)), ("stores_boxes", not packed), ("stores_rows", varlen or packed),
+               ("packed", packed), ("moves_registers", groups in REGISTERS), ("poisonable", poisonable),
+               ("pure", not poisonable)),
         params=_params(spec, mask, order, split), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
@@ -133,17 +136,24 @@ def _panel_cols(head_dim: int) -> int:
 
 
 def _out_stages(spec: Spec, tile: TileRow) -> int:
-    """Panels of shared memory that each warp has for its output. 0: it goes where its queries were, which is possible
-    when they are as wide, and the next ones have a stage of their own."""
+    """Panels of shared memory that each warp has for its output. 0: none, because its rows lie apart (packed), or it
+    goes where its queries were, which is possible when they are as wide, and the next ones have a stage of their own.
+    """
     fits = (tile.q_stages > 1 and _panel_cols(spec.head_dim_qk) == _panel_cols(spec.head_dim_v)
             and smem_cols(spec.head_dim_v) <= smem_cols(spec.head_dim_qk))
-    return 0 if fits else OUT_STAGES
+    return 0 if fits or spec.pack_gqa else OUT_STAGES
 
 
 def _tensor_maps(spec: Spec, tile: TileRow) -> tuple[TensorMap, ...]:
-    return tuple(TensorMap(f"{name}_map", name, _panel_cols(dim), rows, 2 * _panel_cols(dim)) for name, dim, rows in (
-        ("q", spec.head_dim_qk, WARPGROUP_ROWS), ("k", spec.head_dim_qk, tile.n), ("v", spec.head_dim_v, tile.n),
-        ("out", spec.head_dim_v, WARP_ROWS)))
+    return tuple(
+        TensorMap(f"{name}_map", name, _panel_cols(dim), rows, 2 * _panel_cols(dim), spec.pack_gqa and name == "q")
+        for name, dim, rows in (
+            ("q", spec.head_dim_qk, WARPGROUP_ROWS), ("k", spec.head_dim_qk, tile.n), ("v", spec.head_dim_v, tile.n),
+            ("out", spec.head_dim_v, WARP_ROWS)) if _has_map(spec, name))
+
+
+def _has_map(spec: Spec, tensor: str) -> bool:
+    return tensor != "out" or not spec.pack_gqa  # 16 packed rows are no box
 
 
 def _wgmma_shapes(spec: Spec, tile: TileRow) -> tuple[WgmmaShape, ...]:
@@ -174,7 +184,7 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
     panels = smem_cols(spec.head_dim_v) // _panel_cols(spec.head_dim_v)
     constants += [
         Constant("OUT_STAGES", out_stages or panels, "panels of 16 rows of output that a warp has room for"),
-        Constant("STORED_ROWS", WARP_ROWS if spec.kv_layout == "varlen" else 1,
+        Constant("STORED_ROWS", WARPGROUP_ROWS + 1 if spec.pack_gqa else WARP_ROWS if spec.kv_layout == "varlen" else 1,
                  "of a warp's 16 that must exist for a box to take them: it ends where the tensor does"),
     ]
     if groups in REGISTERS:
@@ -207,10 +217,11 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
 def _params(spec: Spec, mask: str, order: str, split: bool) -> tuple[Param, ...]:
     """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
     maps = [Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]")
-            for name in ("q", "k", "v", "out")]
+            for name in ("q", "k", "v", "out") if _has_map(spec, name)]
     pointers = [*tensor_params(spec), *LAYOUTS[spec.kv_layout],
                 Param("counters", "i32_out", "tickets and arrivals, zero between launches")]
     sizes = [*size_params(spec), Param("num_units", "i32", "of work: query tiles of all heads and sequences, or parts")]
+    sizes += ROWS["packed" if spec.pack_gqa else "plain"]
     if split:
         pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][max_parts] parts of PARTIAL_FLOATS"))
         sizes += [Param("num_tiles", "i32", "query tiles, over all heads and sequences"),

@@ -35,7 +35,7 @@ def _served(spec: Spec) -> str:
     from flashgen.runtime.lookup import Wanted, why
 
     wanted = Wanted(spec.dtype, spec.head_dim_qk, spec.head_dim_v, spec.causal, spec.window, spec.kv_layout, spec.lse,
-                    split=spec.split)
+                    split=spec.split, pack_gqa=spec.pack_gqa)
     return f"such calls on compute capability {TARGETS[spec.arch].cc / 10:.1f} get {why(wanted, TARGETS[spec.arch].cc)}"
 
 

@@ -195,10 +195,8 @@ class EmulatedLauncher:
         return Argument(name, tensor, self._offsets[name], written, initialised=not written or name == "counters")
 
     def _place(self, row: MapShape, buffers: list[str]) -> TensorMapPlace:
-        # As on a device: an empty tensor's map gets the memory of the first one, and nothing is read through it.
-        buffer = buffers.index(self._maps[0].tensor if row.empty else row.tensor)
-        return TensorMapPlace(self._offsets[row.name], buffer, row.element_bytes, False, row.swizzle_bytes, row.dims,
-                              row.strides, row.box)
+        return TensorMapPlace(self._offsets[row.name], buffers.index(row.tensor), row.element_bytes, False,
+                              row.swizzle_bytes, row.dims, row.strides, row.box)
 
 
 def _places(arguments: Sequence[Argument]) -> tuple[list[BufferPlace], int]:
