@@ -7,8 +7,8 @@ A slot's contract is the set of device functions its files define:
           bool sees(keys, kv_pos), of that interval and a position, both counted from the same place
   score   void modify_scores(s, p, head_q, q_pos, kv_pos)
   order   (persistent grids) int next_unit(p, unit), known to lane 0, and int ordered_tile(p, tile): which comes when
-  rows    (fa3) what the rows of query tiles are: group_rows(p) of a warpgroup, num_rows(p, seqlen_q) in all, and of row
-          r query_of_row(p, r), out_row and lse_row(p, work, r); load_query_rows(p, tile, barrier, work, first row)
+  rows    (fa3) what the rows of query tiles are: group_queries(p) of a warpgroup, rows_per_query(p); of row r
+          query_of_row(p, r), out_row and lse_place(p, work, r); load_query_rows(p, tile, barrier, work, first query)
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
@@ -85,7 +85,7 @@ ORDERS: dict[str, tuple[Param, ...]] = {
 
 ROWS: dict[str, tuple[Param, ...]] = {
     "plain": (),
-    "packed": (Param("group_rows", "i32", "of a warpgroup: as many of its 64 as whole queries fill"),),
+    "packed": (Param("group_queries", "i32", "of a warpgroup: as many as fit into 64 rows, with all heads"),),
 }
 
 SLOTS: dict[str, tuple[str, ...]] = {"layout": (*LAYOUTS, "packed"), "rows": tuple(ROWS), "score": tuple(SCORES),

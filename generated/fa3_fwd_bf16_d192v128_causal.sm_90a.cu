@@ -22,9 +22,11 @@
 //   q_stages: None
 //   schedule: None
 //   split: False
+//   pack_gqa: False
 // slots
 //   layout: dense
 //   coordinates: dense
+//   rows: plain
 //   score: none
 //   mask: causal
 //   order: longest_first
@@ -141,6 +143,7 @@ static_assert(SMEM_K - SMEM_Q >= Q_STAGES * WARPGROUPS * QueryTile::BYTES, "map 
 static_assert(SMEM_V - SMEM_K >= NUM_STAGES * KeyTile::BYTES, "map and tiles agree");
 static_assert(SMEM_WORK - SMEM_V >= NUM_STAGES * ValueTile::BYTES, "map and tiles agree");
 static_assert(SMEM_BYTES > SMEM_BARRIERS && HEAD_DIM_QK <= SMEM_COLS_QK, "map and tiles agree");
+static_assert(BLOCK_M == 64 * WARPGROUPS, "each has 64 rows");
 
 // layout: dense. q [batch, seqlen_q, num_heads_q, head_dim_qk], k and v likewise; lse [batch, num_heads_q, seqlen_q].
 struct Work {
@@ -180,6 +183,19 @@ FG_DEVICE int64_t lse_offset(const Params& p, const Work& w) {
 FG_DEVICE int map_q_row(const Work& w) { return 0; }
 FG_DEVICE int map_kv_row(const Work& w) { return 0; }
 FG_DEVICE int map_batch(const Work& w) { return w.batch; }
+
+// rows: plain. Row r of a head is its query r; a warpgroup has 64 of them.
+FG_DEVICE int group_queries(const Params& p) { return 64; }
+FG_DEVICE int rows_per_query(const Params& p) { return 1; }
+FG_DEVICE int query_of_row(const Params& p, int row) { return row; }
+FG_DEVICE Element* out_row(const Params& p, const Work& w, int row) { return out_rows(p, w) + row * p.out_row_stride; }
+FG_DEVICE int64_t lse_place(const Params& p, const Work& w, int row) { return lse_offset(p, w) + row; }
+
+// Starts the copy of a warpgroup's rows. By one thread.
+template <class Tile>
+FG_DEVICE void load_query_rows(const Params& p, unsigned char* tile, uint64_t* full, const Work& w, int query) {
+  load_panels<Tile>(tile, &p.q_map, full, map_q_row(w) + query, w.head_q, map_batch(w), EVICT_FIRST);
+}
 
 // score: none. Scores go to the softmax as the product left them.
 template <int M, int N>
@@ -225,11 +241,15 @@ struct Assignment {
 };
 static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(Assignment), "map and tiles agree");
 
-// Tiles with keys that the rows [first_row, first_row + rows) of a sequence see.
-FG_DEVICE KvTiles tiles_of_rows(const Params& p, const Work& w, int first_row, int rows) {
-  const int last_row = min_int(first_row + rows, w.seqlen_q) - 1;
-  return kv_tiles<BLOCK_N>(visible_keys(p, first_row, w.seqlen_q, w.seqlen_kv),
-                           visible_keys(p, last_row, w.seqlen_q, w.seqlen_kv));
+// Tiles with keys that the queries [first, first + count) of a sequence see.
+FG_DEVICE KvTiles tiles_of_queries(const Params& p, const Work& w, int first, int count) {
+  const int last = min_int(first + count, w.seqlen_q) - 1;
+  return kv_tiles<BLOCK_N>(visible_keys(p, first, w.seqlen_q, w.seqlen_kv),
+                           visible_keys(p, last, w.seqlen_q, w.seqlen_kv));
+}
+FG_DEVICE KvTiles tiles_of_work(const Params& p, const Work& w) {
+  const int queries = WARPGROUPS * group_queries(p);
+  return tiles_of_queries(p, w, w.m_tile * queries, queries);
 }
 
 // Where a unit of work is: the tile, in order, and which part of its keys.
@@ -248,7 +268,7 @@ FG_DEVICE bool is_in(TileRange range, int tile) { return range.begin <= tile && 
 // The tiles that a unit loads: all that its rows see, or its part of them. At least one, so that every stage of the
 // pipeline has something to do; a row that sees nothing of it masks it away.
 FG_DEVICE UnitTiles tiles_of_unit(const Params& p, const Work& w, Place place) {
-  const KvTiles all = tiles_of_rows(p, w, w.m_tile * BLOCK_M, BLOCK_M);
+  const KvTiles all = tiles_of_work(p, w);
   UnitTiles tiles;
   tiles.range = {all.begin, max_int(all.end, all.begin + 1)};
   tiles.whole = {all.full_begin, all.full_end};
@@ -260,9 +280,9 @@ FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work
   const int lane = threadIdx.x % WARP_SIZE;
   const TileRange range = unit_tiles.range;
   if (lane < WARPGROUPS) {
-    const int first_row = work.m_tile * BLOCK_M + 64 * lane;
-    KvTiles tiles = tiles_of_rows(p, work, first_row, 64);
-    tiles.end = first_row < work.seqlen_q ? clamp_int(tiles.end, range.begin + 1, range.end) : range.begin + 1;
+    const int first_query = (work.m_tile * WARPGROUPS + lane) * group_queries(p);
+    KvTiles tiles = tiles_of_queries(p, work, first_query, group_queries(p));
+    tiles.end = first_query < work.seqlen_q ? clamp_int(tiles.end, range.begin + 1, range.end) : range.begin + 1;
     a.warpgroup[lane] = tiles;
   }
   if (lane == 0) {
@@ -365,14 +385,13 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
   Assignments assignments = {smem, barriers};
   while (assignments.more()) {
     const Work& work = assignments.current().work;
-    const int first_row = map_q_row(work) + work.m_tile * BLOCK_M;
 #pragma unroll
     for (int w = 0; w < WARPGROUPS; ++w) {
       uint64_t* const full = barriers + Q_FULL + w * Q_STAGES + queries.stage;
       queries.wait_empty(barriers + Q_EMPTY + w * Q_STAGES);
       if (threadIdx.x % WARP_SIZE == 0)
-        load_panels<QueryTile>(smem + SMEM_Q + (w * Q_STAGES + queries.stage) * QueryTile::BYTES, &p.q_map, full,
-                               first_row + 64 * w, work.head_q, map_batch(work), EVICT_FIRST);
+        load_query_rows<QueryTile>(p, smem + SMEM_Q + (w * Q_STAGES + queries.stage) * QueryTile::BYTES, full, work,
+                                   (work.m_tile * WARPGROUPS + w) * group_queries(p));
     }
     queries.advance();
     assignments.advance();
@@ -462,11 +481,13 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     const int warpgroup = this_warpgroup();
     const Assignment& a = assignments.current();
     const Work& work = a.work;
-    const int first_row = first_lane(work.m_tile) * BLOCK_M + 64 * warpgroup;
+    const int first_row = (first_lane(work.m_tile) * WARPGROUPS + warpgroup) * group_queries(p) * rows_per_query(p);
     const int row = first_row + lane_row;
     const int begin = first_lane(a.range.begin);
     const KvTiles tiles = uniform_copy(a.warpgroup[warpgroup]);
-    const auto visible = [&](int q_pos) { return visible_keys(p, q_pos, work.seqlen_q, work.seqlen_kv); };
+    const auto visible = [&](int row) {
+      return visible_keys(p, query_of_row(p, row), work.seqlen_q, work.seqlen_kv);
+    };
     int tile = begin;
     StaleRows rows;
     modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
@@ -543,7 +564,8 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     if (skipped == 0) release(barriers + V_EMPTY, values);
 
     // ---- epilogue
-    const int rows_here = work.seqlen_q - first_row;  // of the warpgroup's 64, those that exist; may be negative
+    // Of the warpgroup's 64 rows, those that exist; may be negative.
+    const int rows_here = min_int(work.seqlen_q * rows_per_query(p) - first_row, group_queries(p) * rows_per_query(p));
     if (a.poisoned[0] + a.poisoned[1] != 0) {
       for (int i = a.range.begin; i < a.range.end; ++i)
         if (!is_in(a.whole, i))
@@ -553,7 +575,8 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     bool whole = true;
     if (whole) {
       normalise(o, rows);
-      if (p.lse != nullptr) write_lse(p.lse + lse_offset(p, work) + first_row, lane_row, rows_here, rows, p.scale_log2);
+      if (p.lse != nullptr)
+        write_lse([&](int r) { return p.lse + lse_place(p, work, first_row + r); }, lane_row, rows_here, rows, p.scale_log2);
       uint32_t w[MMA_COLS_V / 8][2];
       pack_output<Element>(w, o);
       const int warp_row = first_row + 16 * warp, warp_rows = rows_here - 16 * warp;

@@ -13,7 +13,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.lower import lower
 from flashgen.codegen.mask import visible_pairs
 from flashgen.errors import SpecError, UnsupportedError
-from flashgen.runtime.split import cut_tail
+from flashgen.runtime.split import best_twin
 from flashgen.runtime.values import cutting_of
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def default_grid(family: str, pass_: str) -> str:
 def variants_for(case: Case, specs: Iterable[Spec], archs: Sequence[str], num_sms: int) -> list[Spec]:
     """The variants that serve a case, for the first of `archs` that has any.
 
-    Of two that differ in `split` only, the one that a call on a device with `num_sms` SMs gets.
+    Of those that differ in `split` and `pack_gqa` only, the one that a call on a device with `num_sms` SMs gets.
     """
     windowed, layout = case.window != (-1, -1), "varlen" if case.varlen else "dense"
     fitting = [spec for spec in specs if spec.kv_layout == layout and spec.dtype == case.dtype
@@ -204,17 +204,21 @@ def variants_for(case: Case, specs: Iterable[Spec], archs: Sequence[str], num_sm
                and (spec.window if windowed else not spec.window and spec.causal == case.causal)]
     for arch in archs:
         found = [spec for spec in fitting if spec.arch == arch]
-        twins = {spec.with_(split=False): spec for spec in found if spec.split}
-        passed_over = {spec if _splits(twins[spec], case, num_sms) else twins[spec] for spec in found if spec in twins}
+        twins: dict[Spec, list[Spec]] = {}
+        for spec in found:
+            twins.setdefault(spec.with_(split=False, pack_gqa=False), []).append(spec)
         if found:
-            return [spec for spec in found if spec not in passed_over]
+            return [_best(specs, case, num_sms) for specs in twins.values()]
     raise UnsupportedError(f"no variant serves {case.label}", where="bench", allowed=", ".join(archs) + f", {layout}",
                            next="flashgen list SPEC; or narrow the grid")
 
 
-def _splits(spec: Spec, case: Case, num_sms: int) -> bool:
-    """As Registry.for_sizes, of a dense case."""
-    plan = lower(spec)
-    (rows_q, rows_kv), = set(case.lengths)
-    return cut_tail(cutting_of(plan), num_sms, batch=case.batch, seqlen_q=rows_q, seqlen_kv=rows_kv,
-                    num_heads_q=case.num_heads_q, num_heads_kv=case.num_heads_kv).max_parts > 1
+def _best(twins: Sequence[Spec], case: Case, num_sms: int) -> Spec:
+    """As Registry.for_sizes."""
+    if len(twins) == 1:
+        return twins[0]
+    (rows_q, rows_kv), = set(case.lengths)  # only dense ones have twins
+    cut = cutting_of(lower(next(spec for spec in twins if spec.split and not spec.pack_gqa)))
+    splits, packs = best_twin(cut, num_sms, batch=case.batch, seqlen_q=rows_q, seqlen_kv=rows_kv,
+                              num_heads_q=case.num_heads_q, num_heads_kv=case.num_heads_kv)
+    return max(twins, key=lambda spec: (spec.pack_gqa == bool(packs), spec.split == splits))

@@ -29,7 +29,7 @@ from flashgen.runtime.bundle import Bundle
 from flashgen.runtime.driver import device_facts
 from flashgen.runtime.kernel import Kernel
 from flashgen.runtime.selector import Selector, selector
-from flashgen.runtime.split import Cutting, cut_tail, wants_packing
+from flashgen.runtime.split import Cutting, best_twin
 
 if TYPE_CHECKING:
     from flashgen.runtime.emulator.kernel import EmulatedKernel
@@ -142,9 +142,8 @@ class Registry:
             tile = find_tile("fa3", arch, mask, *head_dims, split=True)
             if tile is not None:
                 cut = Cutting(tile.m, tile.n, wanted.causal, False, *head_dims, DTYPES[wanted.dtype].bytes)
-                packs = wants_packing(cut, **call)
-                parts = cut_tail(cut._replace(packed=bool(packs)), self.num_sms(device_index), **call)
-                return replace(wanted, split=parts.max_parts > 1, pack_gqa=packs)
+                splits, packs = best_twin(cut, self.num_sms(device_index), **call)
+                return replace(wanted, split=splits, pack_gqa=packs)
         return wanted
 
     @staticmethod

@@ -90,14 +90,18 @@ def cut_tail(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv
     return split_tail(tiles, lengths, num_sms, rows * cut.part_row_bytes)
 
 
-def wants_packing(cut: Cutting, *, seqlen_q: int, num_heads_q: int, num_heads_kv: int, **_: Any) -> bool | None:
-    """Whether a dense call had better be served by a kernel that packs the query heads of a kv head into its tiles;
-    None where none can. Long sequences have as many tiles either way, and unpacked ones are stored faster."""
-    group = num_heads_q // num_heads_kv
-    if group > WARPGROUP_ROWS:
-        return None
-    packed = -(-seqlen_q // cut._replace(packed=True).queries(group))
-    return packed <= PACKING_GAIN * group * -(-seqlen_q // cut.rows)
+def best_twin(cut: Cutting, num_sms: int, **call: Any) -> tuple[bool, bool | None]:
+    """Whether a dense call had better be served by a kernel that cuts its last tiles, and by one that packs the query
+    heads of a kv head into its tiles; None where none can. Arguments as values.launch_values takes them.
+
+    Long sequences have as many tiles packed or not, and unpacked ones are stored faster.
+    """
+    seqlen_q, group = call["seqlen_q"], call["num_heads_q"] // call["num_heads_kv"]
+    packs = None
+    if group <= WARPGROUP_ROWS:
+        packed = -(-seqlen_q // cut._replace(packed=True).queries(group))
+        packs = packed <= PACKING_GAIN * group * -(-seqlen_q // cut.rows)
+    return cut_tail(cut._replace(packed=bool(packs)), num_sms, **call).max_parts > 1, packs
 
 
 def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_bytes: int) -> Parts:

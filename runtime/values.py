@@ -64,7 +64,7 @@ def fa3_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
         group = values["heads_per_kv_head"]
         values["m_tiles"] = -(-values["seqlen_q"] // cut.queries(group))
         values["num_tiles"] = values["m_tiles"] * values["num_heads_q"] // group * values["batch"]
-        values["group_rows"] = WARPGROUP_ROWS // group * group
+        values["group_queries"] = WARPGROUP_ROWS // group
     tiles = values["num_tiles"]
     parts = cut_tail(cut, num_sms, **call) if splits_keys(plan) else Parts.none(tiles)
     return {

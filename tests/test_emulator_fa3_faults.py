@@ -25,6 +25,7 @@ MUTATED: dict[str, Spec] = {
     # fp16, whose range has the reference raised by ordinary scores
     "tickets, output over queries": _small(causal=True, schedule="overlap", dtype="fp16"),
     "turns, output apart": _small(192, causal=True, q_stages=1, split=True, schedule="pingpong"),
+    "packed": _small(split=True, causal=True, pack_gqa=True, schedule="overlap"),
     "varlen": _small(kv_layout="varlen", causal=True, q_stages=1, schedule="overlap"),
 }
 SYNCHRONISING = re.compile(
@@ -129,6 +130,10 @@ FAULTS = {
         "turns, parts, output over queries", "kernel", "", "parts * SLABS);\n", "parts * SLABS - 1);\n"),
     "a part of the wrong tile": (
         "turns, parts, output over queries", "kernel", "", "p.counters + ARRIVALS + a.tail", "p.counters + ARRIVALS"),
+    "rows of another head": ("packed", "kernel", "", "head = row % p.heads_per_kv_head", "head = 0"),
+    "rows are queries": ("packed", "kernel", "error", "return (uint32_t)row / heads;", "return row;"),
+    "rows that hold no query": ("packed", "kernel", "", "rows_per_query(p))\n      *reinterpret_cast<Chunk*>",
+                                "rows_per_query(p) + 64)\n      *reinterpret_cast<Chunk*>"),
     "rows of the next sequence overwritten": (
         "varlen", "kernel", "", "constexpr int STORED_ROWS = 16;", "constexpr int STORED_ROWS = 1;"),
     "a sequence's own rows": ("varlen", "kernel", "", "return w.kv_begin;", "return w.kv_begin + 1;"),

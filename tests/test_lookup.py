@@ -181,6 +181,36 @@ def test_a_named_file_with_both_families(registry: Registry) -> None:
     assert served(registry, wanted(spec="both", tensor_maps=False)) == ("x_bf16_d128.sm_90", "compiled")
 
 
+@pytest.mark.parametrize("sizes, variant", [
+    ((1, 2112, 4000, 12, 12), "fa3_fwd_bf16_d128"),           # a tile for each SM
+    ((1, 300, 4000, 2, 2), "fa3_fwd_bf16_d128_split"),        # few
+    ((2, 1, 4000, 32, 8), "fa3_fwd_bf16_d128_split_packed"),  # heads share a tile: fewer still
+    ((99, 1, 4000, 32, 8), "fa3_fwd_bf16_d128_split_packed"),
+    ((1, 2112, 4000, 12, 3), "fa3_fwd_bf16_d128"),            # as many packed as not
+    ((1, 1, 4000, 65, 1), "fa3_fwd_bf16_d128_split"),         # more heads than rows
+])
+def test_sizes_decide_before_a_kernel_is_loaded(sizes: tuple[int, ...], variant: str,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one compiled kernel is enough where FLASHGEN_NO_COMPILE is set."""
+    asked: list[str] = []
+
+    class Loaded(Exception):
+        pass
+
+    def compiled(found: Spec, _: int) -> Any:
+        asked.append(found.variant)
+        raise Loaded
+
+    monkeypatch.setattr(lookup, "device_facts", lambda index: SimpleNamespace(cc=90, num_sms=132))
+    monkeypatch.setattr(lookup, "_compiled", compiled)
+    registry = Registry()
+    registry._bundles = []
+    names = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "num_heads_kv")
+    with pytest.raises(Loaded):
+        registry.kernel(registry.for_sizes(wanted(), 0, dict(zip(names, sizes, strict=True))), 0)
+    assert asked == [variant]
+
+
 # ---- what a call says of its tensors
 
 class Asked(Exception):

@@ -34,7 +34,7 @@ FA3_FIELDS = FIELDS | {
     "tile": st.none() | st.builds(Tile, m=st.sampled_from([64, 128, 192, 256]), n=SIXTEENS),
     "roles": st.none() | st.builds(Roles, mma=st.sampled_from([4, 8, 12, 16])),
     "q_stages": st.sampled_from([None, 1, 2]),
-    "schedule": st.sampled_from([None, "overlap", "pingpong"]), "split": st.booleans(),
+    "schedule": st.sampled_from([None, "overlap", "pingpong"]), "split": st.booleans(), "pack_gqa": st.booleans(),
 }
 
 
@@ -159,7 +159,7 @@ CHANGES = {
     "window": True, "kv_layout": "varlen", "lse": False, "batch_invariant": True, "tile": Tile(m=64, n=32), "stages": 3,
     "roles": Roles(mma=8), "blocks_per_sm": 1, "q_operand": "shared",
 }
-FA3_CHANGES = {"family": "fa3", "q_stages": 2, "schedule": "overlap", "split": True}
+FA3_CHANGES = {"family": "fa3", "q_stages": 2, "schedule": "overlap", "split": True, "pack_gqa": True}
 ONE_VALUE = {"pass", "score"}  # a second value must join CHANGES
 
 

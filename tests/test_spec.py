@@ -169,7 +169,8 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
                  "tile": kept["tile"] and kept["tile"] | {"m": 64 * warpgroups},
                  "schedule": "overlap" if warpgroups == 1 and kept["schedule"] == "pingpong" else kept["schedule"],
                  "split": kept["split"] and not (
-                     kept["batch_invariant"] or kept["window"] or kept["kv_layout"] == "varlen")}
+                     kept["batch_invariant"] or kept["window"] or kept["kv_layout"] == "varlen"),
+                 "pack_gqa": kept["pack_gqa"] and not (kept["window"] or kept["kv_layout"] == "varlen")}
     return kept
 
 
@@ -197,7 +198,7 @@ def test_each_field_changes_the_variant_name(values, row, data):
         values = values | {top.name: None for top in spec_fields.rows() if top.override}
     if row.family:
         values = values | {"family": row.family}
-    if row.name in ("causal", "window", "split"):
+    if row.name in ("causal", "window", "split", "pack_gqa"):
         values = values | {"causal": False, "window": False, "batch_invariant": False, "kv_layout": "dense"}
     values = keep_rules(values)
     changed = keep_rules(values | {row.name: data.draw(values_of(row))})
@@ -273,6 +274,7 @@ def test_schema_allows_lists_and_holds_the_table():
 
 @pytest.mark.parametrize(("changes", "suffix"), [
     ({}, "fa3"), ({"q_stages": 2}, "fa3_q2"), ({"schedule": "overlap"}, "fa3_overlap"), ({"split": True}, "fa3_split"),
+    ({"pack_gqa": True}, "fa3_packed"), ({"pack_gqa": True, "split": True}, "fa3_split_packed"),
     ({"split": False}, "fa3"),
     ({"tile": {"m": 192, "n": 80}, "roles": {"mma": 12}, "stages": 3, "q_stages": 1, "schedule": "pingpong"},
      "fa3_m192n80_s3_w12_q1_pingpong"),

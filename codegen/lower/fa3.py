@@ -32,7 +32,6 @@ OUT_STAGES = 2            # panels of the output that a warp has under way
 WORK_STAGES = 2           # query tiles announced ahead: the one at work, and the one whose loads run
 TICKET_LEAD = 3           # hides the answer of a device-wide counter; more would hand out tiles too early
 CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
-TICKET_COUNTERS = 2       # of tickets.cuh
 MERGED_CHUNKS = 2         # the least that fills a sector of device memory; small shares keep every SM busy
 PARTS_AT_ONCE = 6         # what the registers of four warpgroups hold
 ASSIGNMENT_BYTES = 56     # of one announcement, at most, and for each warpgroup
@@ -182,11 +181,14 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v, likewise"),
     ]
     panels = smem_cols(spec.head_dim_v) // _panel_cols(spec.head_dim_v)
-    constants += [
-        Constant("OUT_STAGES", out_stages or panels, "panels of 16 rows of output that a warp has room for"),
-        Constant("STORED_ROWS", WARPGROUP_ROWS + 1 if spec.pack_gqa else WARP_ROWS if spec.kv_layout == "varlen" else 1,
-                 "of a warp's 16 that must exist for a box to take them: it ends where the tensor does"),
-    ]
+    if spec.pack_gqa:
+        constants.append(Constant("STORED_ROWS", WARPGROUP_ROWS + 1, "more than there are: no box takes rows of heads"))
+    else:
+        constants += [
+            Constant("OUT_STAGES", out_stages or panels, "panels of 16 rows of output that a warp has room for"),
+            Constant("STORED_ROWS", WARP_ROWS if spec.kv_layout == "varlen" else 1,
+                     "of a warp's 16 that must exist for a box to take them: it ends where the tensor does"),
+        ]
     if groups in REGISTERS:
         load_registers, mma_registers = REGISTERS[groups]
         constants += [
@@ -202,11 +204,8 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         constants.append(Constant("TURN_BARRIER", 1, "first of the named barriers for turns, one per warpgroup"))
     if split:
         constants += [
-            Constant("SLABS", WARPGROUP_WARPS * groups, "of a part: 16 rows for each warp that multiplies"),
             Constant("PARTIAL_FLOATS", groups * (cols_v // 2 + 4) * WARPGROUP_THREADS,
                      "one part: output, reference and sum of every mma thread"),
-            Constant("MERGED", TICKET_COUNTERS, "the counter of blocks that wait for no part any more"),
-            Constant("ARRIVALS", TICKET_COUNTERS + 1, "first of the counters of slabs written, one per split tile"),
             Constant("MERGED_CHUNKS", MERGED_CHUNKS, "8 columns each, of the rows that a warp adds up at a time"),
             Constant("PARTS_AT_ONCE", PARTS_AT_ONCE, "read together"),
             Constant("MERGE_BARRIER", 1 + groups, "the named barrier behind those for turns: no warp waits for parts"),
