@@ -113,7 +113,8 @@ FAULTS = {
     "values read as keys": (
         "turns, parts, output over queries", "kernel", "", "descriptor(smem + SMEM_V)", "descriptor(smem + SMEM_K)"),
     "another warpgroup's queries": (
-        "turns, output apart", "kernel", "", "first_row + 64 * w, work.head_q", "first_row, work.head_q"),
+        "turns, output apart", "kernel", "", "work,\n                                   (work.m_tile * WARPGROUPS + w)",
+        "work,\n                                   (work.m_tile * WARPGROUPS)"),
     "output not rescaled": ("tickets, output over queries", "kernel", "error", "rescale.apply(o);", ""),
     "sum not rescaled": (
         "tickets, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= rescale.factor[h];", ""),
