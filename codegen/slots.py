@@ -79,8 +79,8 @@ SCORES: dict[str, tuple[Param, ...]] = {"none": ()}
 ORDERS: dict[str, tuple[Param, ...]] = {
     "in_order": (),
     "longest_first": (Param("heads_per_section", "i32", "query heads whose keys and values L2 holds together"),
-                      Param("heads_at_the_end", "i32", "in the last section; the others are a multiple of a section")),
-    "tickets": (),
+                      Param("heads_before_the_end", "i32", "in whole sections"),
+                      Param("heads_at_the_end", "i32", "in the last section")),
 }
 
 ROWS: dict[str, tuple[Param, ...]] = {

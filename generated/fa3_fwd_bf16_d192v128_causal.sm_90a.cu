@@ -130,7 +130,8 @@ struct Params {
   float scale_log2;  // softmax_scale * log2(e)
   int32_t num_units;  // of work: query tiles of all heads and sequences, or parts
   int32_t heads_per_section;  // query heads whose keys and values L2 holds together
-  int32_t heads_at_the_end;  // in the last section; the others are a multiple of a section
+  int32_t heads_before_the_end;  // in whole sections
+  int32_t heads_at_the_end;  // in the last section
   int32_t align_bottom_right;  // 1: the last query is aligned with the last key; 0: first with first
 };
 static_assert(sizeof(Params) == 704, "the host packs exactly these bytes");
@@ -215,11 +216,9 @@ FG_DEVICE bool sees(KeyRange keys, int col) { return col <= keys.last; }
 // that the grid ends with short tiles.
 FG_DEVICE int next_unit(const Params& p, int unit) { return gridDim.x + draw_ticket(p.counters); }
 FG_DEVICE int ordered_tile(const Params& p, int tile) {
-  const int heads = p.batch * p.num_heads_q;
-  const int last_begin = heads - p.heads_at_the_end;
-  const int section = min_int(tile / (p.heads_per_section * p.m_tiles), last_begin / p.heads_per_section);
+  const int section = min_int(tile / (p.heads_per_section * p.m_tiles), p.heads_before_the_end / p.heads_per_section);
   const int first_head = section * p.heads_per_section;
-  const int heads_here = first_head < last_begin ? p.heads_per_section : p.heads_at_the_end;
+  const int heads_here = first_head < p.heads_before_the_end ? p.heads_per_section : p.heads_at_the_end;
   const int place = tile - first_head * p.m_tiles;
   return (first_head + place % heads_here) * p.m_tiles + place / heads_here;
 }

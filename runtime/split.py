@@ -75,8 +75,8 @@ def cut_tail(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv
         if tiles >= num_sms and seqlen_kv < 2 * seqlen_q:
             return Parts.none(tiles)
         # The last tiles of slots/order/longest_first.cuh.j2, whose last section is longer.
-        heads = last_section(cut, num_sms, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
-                             num_heads_kv=num_heads_kv)["heads_at_the_end"]
+        heads = sections(cut, num_sms, num_heads_q * batch, m_tiles, seqlen_kv,
+                         num_heads_q // num_heads_kv)["heads_at_the_end"]
         places = [(heads * m_tiles - left + i) // heads for i in range(left)]
     else:
         places = [(tiles - left + i) % m_tiles for i in range(left)]
@@ -126,21 +126,17 @@ def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_by
     return best
 
 
-def last_section(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q: int,
-                 num_heads_kv: int, **_: Any) -> dict[str, int]:
-    """`sections` of a dense call; arguments as values.launch_values takes them."""
-    key_bytes = seqlen_kv * (cut.head_dim_qk + cut.head_dim_v) * cut.element_bytes
-    return sections(num_heads_q * batch, -(-seqlen_q // cut.rows), num_sms, num_heads_q // num_heads_kv, key_bytes)
+def sections(cut: Cutting, num_sms: int, heads: int, m_tiles: int, seqlen_kv: int, heads_per_kv_head: int
+             ) -> dict[str, int]:
+    """How slots/order/longest_first.cuh.j2 goes through query heads: those of all sequences; of a varlen call, those of
+    all sequences as one, with seqlen_kv keys.
 
-
-def sections(num_heads: int, m_tiles: int, num_sms: int, heads_per_kv_head: int, key_bytes: int) -> dict[str, int]:
-    """How slots/order/longest_first.cuh.j2 goes through the `num_heads` query heads of all sequences.
-
-    heads_per_section: as many as read SECTION_BYTES of K and V together (`key_bytes`: of one kv head and sequence), so
-    that L2 keeps them while the query tiles of a section are worked on; at least 1, at most SECTION_HEADS.
-    heads_at_the_end: enough for LAST_ROUNDS rounds of all SMs, whose tiles end in order of length.
+    heads_per_section: as many as read SECTION_BYTES of K and V together, so that L2 keeps them while the query tiles of
+    a section are worked on; at least 1, at most SECTION_HEADS. heads_at_the_end: enough for LAST_ROUNDS rounds of all
+    SMs, whose tiles end in order of length. heads_before_the_end: the others, in whole sections.
     """
-    per_section = max(1, min(SECTION_HEADS, num_heads, SECTION_BYTES * heads_per_kv_head // max(key_bytes, 1)))
-    at_the_end = min(num_heads, -(-LAST_ROUNDS * num_sms // max(m_tiles, 1)))
-    before = (num_heads - at_the_end) // per_section * per_section  # whole sections
-    return {"heads_per_section": per_section, "heads_at_the_end": num_heads - before}
+    key_bytes = seqlen_kv * (cut.head_dim_qk + cut.head_dim_v) * cut.element_bytes
+    per_section = max(1, min(SECTION_HEADS, heads, SECTION_BYTES * heads_per_kv_head // max(key_bytes, 1)))
+    at_the_end = min(heads, -(-LAST_ROUNDS * num_sms // max(m_tiles, 1)))
+    before = (heads - at_the_end) // per_section * per_section
+    return {"heads_per_section": per_section, "heads_before_the_end": before, "heads_at_the_end": heads - before}

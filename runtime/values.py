@@ -12,7 +12,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.plan import CTYPES, Plan
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 from flashgen.errors import PlanError, UnsupportedError
-from flashgen.runtime.split import Cutting, Parts, cut_tail, last_section
+from flashgen.runtime.split import Cutting, Parts, cut_tail, sections
 
 LOG2_E = math.log2(math.e)
 MAX_GRID_X = 2**31 - 1
@@ -66,9 +66,11 @@ def fa3_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
         values["num_tiles"] = values["m_tiles"] * values["num_heads_q"] // group * values["batch"]
         values["group_queries"] = WARPGROUP_ROWS // group
     tiles = values["num_tiles"]
+    heads = values["num_heads_q"] * (1 if _varlen(plan) else values["batch"])
     parts = cut_tail(cut, num_sms, **call) if splits_keys(plan) else Parts.none(tiles)
     return {
-        **values, **last_section(cut, num_sms, **call), **parts._asdict(),
+        **values, **sections(cut, num_sms, heads, values["m_tiles"], values["seqlen_kv"], values["heads_per_kv_head"]),
+        **parts._asdict(),
         "cooperative": parts.max_parts > 1,  # blocks wait for each other's parts
         "partials_floats": (tiles - parts.full_tiles) * parts.max_parts * plan.constant("PARTIAL_FLOATS")
         if parts.max_parts > 1 else 0,

@@ -21,7 +21,6 @@ from flashgen.runtime.split import (
     SECTION_HEADS,
     Cutting,
     cut_tail,
-    last_section,
     sections,
     split_tail,
 )
@@ -75,10 +74,10 @@ def test_causal_tiles_are_as_long_as_the_kernel_finds_them(top_left: bool, heads
     shape = dict(batch=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=heads, num_heads_kv=1, top_left=top_left)
     found = cut_tail(cutting, num_sms, **shape)  # type: ignore[arg-type]
     m_tiles = math.ceil(seqlen_q / 64)
-    order = last_section(cutting, num_sms, **shape)  # type: ignore[arg-type]
+    order = sections(cutting, num_sms, heads, m_tiles, seqlen_kv, heads)
     units = found.full_tiles
     for tile in range(found.full_tiles, heads * m_tiles):
-        m_tile = m_tiles - 1 - ordered_tile(tile, heads, m_tiles, **order) % m_tiles
+        m_tile = m_tiles - 1 - ordered_tile(tile, m_tiles, **order) % m_tiles
         last_row = min(64 * (m_tile + 1), seqlen_q) - 1
         keys = min(last_row + (0 if top_left else seqlen_kv - seqlen_q), seqlen_kv - 1) + 1
         units += math.ceil(max(math.ceil(keys / 16), 1) / found.tiles_per_part)
@@ -132,25 +131,31 @@ def test_few_tiles_are_cut_and_many_are_not() -> None:
 
 # ---- sections of heads
 
+def head(key_bytes: int) -> tuple[Cutting, int]:
+    """A kernel, and how many keys of it fill so many bytes (a multiple of 4)."""
+    return Cutting(16, 16, True, False, 1, 1, 2), key_bytes // 4
+
+
 @pytest.mark.parametrize("heads, ratio, key_bytes, expected", [
     (64, 1, SECTION_BYTES // 8, 8),       # what fits
-    (64, 1, SECTION_BYTES // 8 + 1, 7),
+    (64, 1, SECTION_BYTES // 8 + 4, 7),
     (64, 1, SECTION_BYTES, 1),
     (64, 1, 100 * SECTION_BYTES, 1),        # never none
     (64, 4, SECTION_BYTES, 4),              # query heads that share K and V count once
     (64, 1, 0, SECTION_HEADS),              # no keys
-    (3, 1, 1, 3),                           # all heads
+    (3, 1, 4, 3),                           # all heads
 ])
 def test_heads_per_section(heads: int, ratio: int, key_bytes: int, expected: int) -> None:
-    assert sections(heads, 10**6, SMS, ratio, key_bytes)["heads_per_section"] == expected
+    cutting, seqlen_kv = head(key_bytes)
+    assert sections(cutting, SMS, heads, 10**6, seqlen_kv, ratio)["heads_per_section"] == expected
 
 
-def ordered_tile(tile: int, heads: int, m_tiles: int, heads_per_section: int, heads_at_the_end: int) -> int:
+def ordered_tile(tile: int, m_tiles: int, heads_per_section: int, heads_before_the_end: int, heads_at_the_end: int
+                 ) -> int:
     """slots/order/longest_first.cuh.j2."""
-    last_begin = heads - heads_at_the_end
-    section = min(tile // (heads_per_section * m_tiles), last_begin // heads_per_section)
+    section = min(tile // (heads_per_section * m_tiles), heads_before_the_end // heads_per_section)
     first = section * heads_per_section
-    here = heads_per_section if first < last_begin else heads_at_the_end
+    here = heads_per_section if first < heads_before_the_end else heads_at_the_end
     place = tile - first * m_tiles
     return (first + place % here) * m_tiles + place // here
 
@@ -159,8 +164,9 @@ def ordered_tile(tile: int, heads: int, m_tiles: int, heads_per_section: int, he
        st.integers(0, 2 * SECTION_BYTES))
 def test_sections_give_every_tile_once(heads: int, m_tiles: int, num_sms: int, ratio: int, key_bytes: int) -> None:
     """A section ends before the next begins, and the last one is long enough to end the grid with short tiles."""
-    found = sections(heads, m_tiles, num_sms, ratio, key_bytes)
-    order = [ordered_tile(tile, heads, m_tiles, **found) for tile in range(heads * m_tiles)]
+    cutting, seqlen_kv = head(key_bytes)
+    found = sections(cutting, num_sms, heads, m_tiles, seqlen_kv, ratio)
+    order = [ordered_tile(tile, m_tiles, **found) for tile in range(heads * m_tiles)]
     assert sorted(order) == list(range(heads * m_tiles))
     last, size = found["heads_at_the_end"], found["heads_per_section"]
     assert last * m_tiles >= min(LAST_ROUNDS * num_sms, heads * m_tiles) and (heads - last) % size == 0
@@ -172,6 +178,8 @@ def test_sections_give_every_tile_once(heads: int, m_tiles: int, num_sms: int, r
 
 
 def test_sections_count_the_heads_of_all_sequences() -> None:
-    cutting = Cutting(16, 16, True, False, 64, 64, 2)
-    assert last_section(cutting, SMS, batch=3, num_heads_q=8, num_heads_kv=8, seqlen_q=1, seqlen_kv=1) == {
-        "heads_per_section": 16, "heads_at_the_end": 24}
+    """Dense; the sequences of a varlen call lie side by side."""
+    many = call(batch=3, num_heads_q=8, num_heads_kv=8, seqlen_q=1, seqlen_kv=1)
+    for kv_layout, heads in (("dense", 24), ("varlen", 8)):
+        values = launch_values(plan_of("fa3", causal=True, kv_layout=kv_layout), num_sms=SMS, **many)
+        assert values["heads_at_the_end"] + values["heads_before_the_end"] == heads

@@ -51,7 +51,7 @@ def lower(spec: Spec, target: Target) -> Plan:
     split = spec.split
     pingpong = (spec.schedule or tile.schedule) == "pingpong" and groups > 1
     packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
-    order = "tickets" if varlen else "in_order" if mask == "full" or packed else "longest_first"
+    order = "longest_first" if varlen or (mask != "full" and not packed) else "in_order"
     # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
     poisonable = varlen or mask != "full"
     barriers = _barriers(tile, groups, poisonable)

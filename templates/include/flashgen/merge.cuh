@@ -18,9 +18,9 @@ struct Slab {
   Floats4 rows[WARP_SIZE];  // of rows lane / 4 and lane / 4 + 8: references, sums
 };
 
-// By the warp that has the rows; then `arrivals` counts one more.
+// By the warp that has the rows.
 template <int V>
-FG_DEVICE void write_part(Slab<V>& slab, const float (&o)[1][V][4], const StaleRows& rows, int* arrivals) {
+FG_DEVICE void write_slab(Slab<V>& slab, const float (&o)[1][V][4], const StaleRows& rows) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int v = 0; v < V; ++v) slab.columns[v][lane] = {{o[0][v][0], o[0][v][1], o[0][v][2], o[0][v][3]}};
@@ -33,8 +33,12 @@ FG_DEVICE void write_part(Slab<V>& slab, const float (&o)[1][V][4], const StaleR
     state.x[2 + h] = sum;
   }
   slab.rows[lane] = state;
+}
+
+// By a warp, after what it has to write, if anything.
+FG_DEVICE void arrive(int* arrivals) {
   sync_warp();
-  if (lane == 0) red_add_release(arrivals, 1);
+  if (threadIdx.x % WARP_SIZE == 0) red_add_release(arrivals, 1);
 }
 
 // By a warp: returns when all `count` arrivals are there, and what they wrote can be read.
