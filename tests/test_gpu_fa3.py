@@ -293,6 +293,8 @@ each_layout = pytest.mark.parametrize("problem", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_shared_kv_heads_equal_their_copies(problem: Problem, head_dim: int, device: str) -> None:
     problem = replace(problem, head_dim_qk=head_dim, head_dim_v=head_dim)
+    if not problem.varlen:  # whole query tiles, so that neither call packs heads: that sums in another order
+        problem = replace(problem, seqlen_q=768, seqlen_kv=768)
     inputs = problem.make_inputs(device)
     copies = inputs.with_(k=inputs.k.repeat_interleave(4, -2), v=inputs.v.repeat_interleave(4, -2))
     same(verified(copies), verified(inputs, problem), "one kv head for four query heads")
