@@ -62,8 +62,8 @@ def _param(name: str, fields: object, where: str) -> Param:
         raise SpecError(f"is {type(fields).__name__}", where=where, allowed=_KINDS)
     kind = fields.get("type")
     if kind == "tensor":
-        _keys(fields, ("type", "dtype", "shape"), where)
-        return _tensor(name, fields.get("dtype"), fields.get("shape"), where)
+        _keys(fields, ("type", "dtype", "shape", "sorted"), where)
+        return _tensor(name, fields.get("dtype"), fields.get("shape"), fields.get("sorted", False), where)
     if not isinstance(kind, str) or kind not in ("int", "float", "bool"):
         known = ("int", "float", "bool", "tensor")
         close = difflib.get_close_matches(str(kind)[:MAX_NAME], known, n=1)
@@ -84,7 +84,7 @@ def _param(name: str, fields: object, where: str) -> Param:
     raise SpecError(f"default is {str(default)[:MAX_NAME]!a}", where=f"{where}.default", allowed=allowed[kind])
 
 
-def _tensor(name: str, dtype: object, shape: object, where: str) -> TensorParam:
+def _tensor(name: str, dtype: object, shape: object, is_sorted: object, where: str) -> TensorParam:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         close = difflib.get_close_matches(str(dtype)[:MAX_NAME], DTYPES, n=1)
         raise SpecError(f"dtype is {str(dtype)[:MAX_NAME]!a}", where=f"{where}.dtype", allowed=", ".join(DTYPES),
@@ -98,4 +98,7 @@ def _tensor(name: str, dtype: object, shape: object, where: str) -> TensorParam:
         close = difflib.get_close_matches(str(dim)[:MAX_NAME], DIMS, n=1)
         raise SpecError(f"shape holds {str(dim)[:MAX_NAME]!a}", where=f"{where}.shape",
                         allowed=f"{', '.join(DIMS)}, or a whole number from 1", nearest=close[0] if close else "")
-    return TensorParam(name, dtype, tuple(shape))
+    if is_sorted not in (False, True) or (is_sorted and dtype != "int32"):
+        raise SpecError(f"sorted is {str(is_sorted)[:MAX_NAME]}" + (f" for {dtype}" if is_sorted is True else ""),
+                        where=f"{where}.sorted", allowed="true or false; true for int32 only")
+    return TensorParam(name, dtype, tuple(shape), bool(is_sorted))

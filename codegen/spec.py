@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from flashgen.codegen import spec_expr
 from flashgen.codegen.spec_docs import fields_markdown, json_schema
 from flashgen.codegen.spec_fields import (
     Roles,
@@ -149,10 +150,11 @@ def _finish(kept: list[dict[str, _Choice]], overrides: list[_Override]) -> tuple
         try:
             spec = Spec(**{name: choice.value for name, choice in choices.items()})
         except SpecError as error:  # a rule between fields: `where` names the one to point at, or a part of it
-            field, *part = error.where.split(".")[1:]
+            place, _, column = error.where.partition(":")
+            field, *part = place.split(".")[1:]
             where, _ = _locate(choices[field].node, tuple(part), False)
-            raise SpecError(error.what, where=where, allowed=error.allowed, nearest=error.nearest,
-                            next=error.next) from None
+            raise SpecError(error.what, where=where + (f":{column}" if column else ""), allowed=error.allowed,
+                            nearest=error.nearest, next=error.next) from None
         key = (spec.variant, spec.arch)
         if key in seen:
             blame = next(iter((*change.values(), *seen[key].values(), choices["head_dim_v"])))
@@ -160,6 +162,10 @@ def _finish(kept: list[dict[str, _Choice]], overrides: list[_Override]) -> tuple
                             allowed="each variant once", next="exclude one of the two")
         seen[key] = change
         specs.append(spec)
+    for name in spec_expr.unused(tuple(specs)):
+        where, _ = _locate(kept[0]["params"].node, (name,), True)
+        raise SpecError(f"parameter {name} is read by no variant", where=where, allowed="parameters that are used",
+                        next="use it in score or mask, or leave it out")
     return tuple(specs)
 
 
@@ -265,7 +271,13 @@ class _Reader:
         if node.value is None and row.nullable:
             return _Choice(None, node)
         try:
-            return _Choice(_adapter(row.name).validate_python(_plain(node)), node)
+            value = _whole(node) if row.name == "params" else _plain(node)
+            return _Choice(_adapter(row.name).validate_python(value), node)
+        except SpecError as error:  # of a parameter: `where` is Spec.params.name.key
+            where, note = _locate(node, tuple(error.where.split(".")[2:]), False)
+            self.problems.append(SpecError(error.what + note, where=where, allowed=error.allowed,
+                                           nearest=error.nearest, next=error.next))
+            return None
         except ValidationError as error:
             self.problems += problems_of(error, functools.partial(_locate, node), row.name)
             return None
@@ -289,9 +301,18 @@ def _plain(node: Node) -> Any:
     return scalar(node.value)
 
 
+def _whole(node: Node) -> Any:
+    """A value of any depth without places."""
+    if isinstance(node.value, dict):
+        return {key: _whole(entry.node) for key, entry in node.value.items()}
+    return [_whole(item) for item in node.value] if isinstance(node.value, list) else node.value
+
+
 def _locate(node: Node, loc: tuple[str, ...], key: bool) -> tuple[str, str]:
-    """(where, note) of a part of a value, or of its key; of the whole value if the part is missing."""
+    """(where, note) of a part of a value, or of its key; of the innermost that there is if the part is missing."""
     entry = node.value.get(loc[0]) if loc and isinstance(node.value, dict) else None
     if entry is None:
         return node.where, node.note
+    if len(loc) > 1:
+        return _locate(entry.node, loc[1:], key)
     return (entry.where, "") if key else (entry.node.where, entry.node.note)
