@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec, load_specs
     from flashgen.runtime.lookup import load_bundle
     from flashgen.runtime.ops import attention
+    from flashgen.runtime.variant import variant
 
-__all__ = ["Spec", "attention", "explain", "load_bundle", "load_specs"]
+__all__ = ["Spec", "attention", "explain", "load_bundle", "load_specs", "variant"]
 
 _HOMES = {
     "Spec": "flashgen.codegen.spec",
@@ -23,6 +24,7 @@ _HOMES = {
     "explain": "flashgen.codegen.explain",
     "load_bundle": "flashgen.runtime.lookup",
     "load_specs": "flashgen.codegen.spec",
+    "variant": "flashgen.runtime.variant",
 }
 
 

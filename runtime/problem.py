@@ -12,6 +12,8 @@ from flashgen.codegen.dtype import DTYPES
 if TYPE_CHECKING:
     import torch
 
+    from flashgen.runtime.changes import Changes
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -82,12 +84,23 @@ class Inputs:
     softmax_scale: float | None = None
     cu_seqlens_q: torch.Tensor | None = field(default=None)
     cu_seqlens_kv: torch.Tensor | None = field(default=None)
+    changes: Changes | None = None  # what the expressions of the spec mean, and values for its parameters
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Everything but q, k and v, as `flashgen.attention` and `reference` name it."""
-        return {name: getattr(self, name)
-                for name in ("causal", "window", "softmax_scale", "cu_seqlens_q", "cu_seqlens_kv")}
+        """Everything but q, k and v, as `flashgen.attention` names it; and `reference`, without changes."""
+        found = {name: getattr(self, name)
+                 for name in ("causal", "window", "softmax_scale", "cu_seqlens_q", "cu_seqlens_kv")}
+        return found if self.changes is None else {**found, "params": self.changes.params}
+
+    @property
+    def meaning(self) -> dict[str, Any]:
+        """The same as `reference` and `lowprec` name it."""
+        found = self.keywords
+        if self.changes is not None:
+            found["changes"] = self.changes
+            del found["params"]
+        return found
 
     def with_(self, **changes: Any) -> Inputs:
         return replace(self, **changes)

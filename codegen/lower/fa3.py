@@ -6,9 +6,10 @@ query tile. Keys and values pass through rings of NUM_STAGES stages; each warpgr
 from __future__ import annotations
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.lower import expressions
 from flashgen.codegen.lower.common import overridden, size_params, stride_params, tensor_params
 from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
-from flashgen.codegen.slots import LAYOUTS, MASKS, ORDERS, SCORES, mask_choice
+from flashgen.codegen.slots import LAYOUTS, ORDERS, tiled_as
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import Target
@@ -37,8 +38,8 @@ KV_TILES_BYTES = 20
 
 
 def lower(spec: Spec, target: Target) -> Plan:
-    mask = mask_choice(spec.causal, spec.window)
-    row = find_tile("fa3", target.name, mask, spec.head_dim_qk, spec.head_dim_v, spec.split)
+    mask = expressions.mask_of(spec)
+    row = find_tile("fa3", target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v, spec.split)
     if not target.features >= {"tma", "wgmma"} or row is None:
         raise PlanError(f"no fa3 tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256) on sm_90a", nearest="family fa2")
@@ -53,24 +54,25 @@ def lower(spec: Spec, target: Target) -> Plan:
     poisonable = varlen or mask != "full"
     barriers = _barriers(tile, groups, poisonable)
     out_stages = _out_stages(spec, tile)
-    smem = _smem(spec, tile, groups, split, out_stages, barriers)
+    smem = _smem(spec, tile, groups, mask == "expression", out_stages, barriers)
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
         template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, tile, groups, out_stages, split, pingpong, poisonable),
-        slots=(("layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("score", spec.score), ("mask", mask),
-               ("order", order)),
+        slots=(("layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("score", expressions.score_of(spec)),
+               ("mask", mask), ("order", order)),
         flags=(("lse", spec.lse), ("split", split), ("whole", not split), ("tickets", order != "in_order"),
                ("pingpong", pingpong), ("out_over_queries", not out_stages), ("out_apart", bool(out_stages)),
                ("rows_end_inside", varlen), ("moves_registers", groups in REGISTERS),
-               ("poisonable", poisonable), ("pure", not poisonable)),
-        params=_params(spec, mask, order, split), smem=smem,
+               ("poisonable", poisonable), ("pure", not poisonable), *expressions.flags_of(spec)),
+        params=_params(spec, order, split), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
         launch=Launch(WARPGROUP_THREADS * (groups + 1), 1, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = one block per SM, or per unit of work where those are fewer"),
         tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
+        expressions=expressions.printed(spec),
     )
 
 
@@ -107,7 +109,7 @@ def _barriers(tile: TileRow, groups: int, poisonable: bool) -> tuple[Barrier, ..
     )
 
 
-def _smem(spec: Spec, tile: TileRow, groups: int, split: bool, out_stages: int,
+def _smem(spec: Spec, tile: TileRow, groups: int, walked: bool, out_stages: int,
           barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
     q_stages = tile.q_stages * groups
     return layout_regions((
@@ -121,7 +123,9 @@ def _smem(spec: Spec, tile: TileRow, groups: int, split: bool, out_stages: int,
         ("WORK", WORK_STAGES * (ASSIGNMENT_BYTES + groups * KV_TILES_BYTES),
          f"{WORK_STAGES} announcements of query tiles"),
         *((("SAID", 16, "a word per warpgroup: whether it was the last to write its part of a split tile"),)
-          if split else ()),
+          if spec.split else ()),
+        *((("TILES", 16 * -(-tile.stages // 2), "[2][stages]: which tile each stage of keys holds, and of values"),)
+          if walked else ()),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))
 
@@ -198,15 +202,15 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
     return tuple(constants)
 
 
-def _params(spec: Spec, mask: str, order: str, split: bool) -> tuple[Param, ...]:
+def _params(spec: Spec, order: str, split: bool) -> tuple[Param, ...]:
     """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
     maps = [Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]")
             for name in ("q", "k", "v", "out")]
-    pointers = [*tensor_params(spec), *LAYOUTS[spec.kv_layout],
+    pointers = [*tensor_params(spec), *LAYOUTS[spec.kv_layout], *expressions.pointer_params(spec),
                 Param("counters", "i32_out", "tickets and arrivals, zero between launches")]
     sizes = [*size_params(spec), Param("num_tiles", "i32", "query tiles, over all heads and sequences")]
     if split:
         pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][splits] parts of PARTIAL_FLOATS"))
         sizes += [Param("full_tiles", "i32", "the first of them, which are not split"),
                   Param("splits", "i32", "parts of each of the others")]
-    return (*maps, *pointers, *stride_params(spec), *sizes, *ORDERS[order], *SCORES[spec.score], *MASKS[mask].params)
+    return (*maps, *pointers, *stride_params(spec), *sizes, *ORDERS[order], *expressions.slot_params(spec))
