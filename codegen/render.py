@@ -62,7 +62,8 @@ def plan_and_source(spec: Spec) -> tuple[Plan, Source]:
 def _flags(plan: Plan) -> dict[str, bool]:
     """The plan's flags, those that only variants with expressions have, and the opposites that stand for an else."""
     flags = dict.fromkeys(EXPRESSION_FLAGS, False) | dict(plan.flags)
-    return flags | {opposite: not flags[flag] for flag, opposite in EXPRESSION_FLAGS.items() if opposite}
+    flags |= {opposite: not flags[flag] for flag, opposite in EXPRESSION_FLAGS.items() if opposite}
+    return flags | {"ranged_and_poisonable": flags["ranged"] and flags.get("poisonable", False)}
 
 
 def _view(plan: Plan) -> dict[str, object]:

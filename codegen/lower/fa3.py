@@ -165,7 +165,8 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         Constant("NUM_STAGES", tile.stages, "K tiles, and V tiles, in shared memory"),
         Constant("Q_STAGES", tile.q_stages, "query tiles of each warpgroup"),
         Constant("WORK_STAGES", WORK_STAGES, "query tiles announced ahead"),
-        Constant("TICKET_LEAD", TICKET_LEAD, "key tiles left to load when a block asks for its next unit"),
+        *(() if expressions.mask_of(spec) == "expression" else
+          (Constant("TICKET_LEAD", TICKET_LEAD, "key tiles left to load when a block asks for its next unit"),)),
         Constant("NUM_THREADS", WARPGROUP_THREADS * (groups + 1), "with the warpgroup of copy warps"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and out in device memory"),
