@@ -36,7 +36,7 @@ from flashgen.codegen.yaml_tree import Node, from_python, read_yaml, show_path
 from flashgen.errors import SpecError
 
 __all__ = ["MAX_VARIANTS", "Roles", "Spec", "SpecFile", "Tile", "fields_markdown", "json_schema", "load_specs",
-           "shipped_spec_paths", "spec_path", "specs_from_mapping"]
+           "shipped_spec_paths", "spec_path", "specs_from_mapping", "variant_spec_paths"]
 
 MAX_VARIANTS = 4096  # of the product before `exclude`
 
@@ -71,14 +71,20 @@ class _Override(NamedTuple):
 
 
 def shipped_spec_paths() -> tuple[Path, ...]:
-    """The spec files that come with flashgen, sorted by name."""
+    """The spec files whose kernels serve any call, sorted by name."""
     return tuple(sorted((Path(__file__).resolve().parent.parent / "specs").glob("*.yaml")))
+
+
+def variant_spec_paths() -> tuple[Path, ...]:
+    """The spec files that come with flashgen for calls that name them, sorted by name."""
+    return tuple(sorted((Path(__file__).resolve().parent.parent / "specs" / "variants").glob("*.yaml")))
 
 
 def spec_path(spec: str | os.PathLike[str]) -> Path:
     """A path as it is given; where nothing is there, the shipped file of this name, with or without .yaml."""
     path = Path(spec)
-    named = [] if path.exists() else [p for p in shipped_spec_paths() if os.fspath(spec) in (p.name, p.stem)]
+    named = [] if path.exists() else [p for p in (*shipped_spec_paths(), *variant_spec_paths())
+                                         if os.fspath(spec) in (p.name, p.stem)]
     return named[0] if named else path
 
 
@@ -88,7 +94,7 @@ def load_specs(path: str | os.PathLike[str]) -> SpecFile:
     try:
         root, problems = read_yaml(file)
     except FileNotFoundError:
-        near = {p.name: p for p in (*shipped_spec_paths(), *_files_beside(file))}
+        near = {p.name: p for p in (*shipped_spec_paths(), *variant_spec_paths(), *_files_beside(file))}
         raise SpecError("no such file", where=show_path(file), allowed="a YAML file with spec fields",
                         nearest=show_path(near[name]) if (name := closest(file.name, near)) else "") from None
     specs = _specs(root, problems)
