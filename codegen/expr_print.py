@@ -97,7 +97,7 @@ class _Printer:
                 return PARAM_PREFIX + tree.name, _ATOM
             return (tree.name if tree.kind == "part" else self.names[tree.name]), _ATOM
         if isinstance(tree, Index):
-            return f"{PARAM_PREFIX}{tree.param.name}[{self.offset(tree)}]", _ATOM
+            return self.element(tree), _ATOM
         if tree.type == "int" and tree.op in ("add", "mul", "neg", "abs"):
             return self.int_arithmetic(tree)
         if tree.op in ("exp", "log"):
@@ -173,15 +173,15 @@ class _Printer:
                 factor, rest = scaled, build("mul", arg.args[1:], "float") if len(arg.args) > 2 else arg.args[1]
         return f"exp2_approx({self.text(rest, 6)} * {float_text(round_float(factor))}f)", _ATOM
 
-    def offset(self, tree: Index) -> str:
-        """Of the element in a contiguous tensor; 64 bits where there are two dimensions."""
-        shape = tree.param.shape
+    def element(self, tree: Index) -> str:
+        """Of a contiguous tensor. Where there are two dimensions, a row first, so that its place is worked out once."""
+        shape, name = tree.param.shape, PARAM_PREFIX + tree.param.name
         indices = [self.index(arg, dim) for arg, dim in zip(tree.args, shape, strict=True)]
         if len(indices) == 1:
-            return indices[0]
+            return f"{name}[{indices[0]}]"
         last = str(shape[1])
         width = last if isinstance(shape[1], int) else self.names[("size:" if _packed(last) else "dim:") + last]
-        return f"(int64_t)({indices[0]}) * {width} + {indices[1]}"
+        return f"({name} + (int64_t)({indices[0]}) * {width})[{indices[1]}]"
 
     def index(self, arg: Expr, dim: str | int) -> str:
         text = self.text(arg, 0)

@@ -70,3 +70,25 @@ class Place:
     q_begin: int = 0
     kv_begin: int = 0
     top_left: bool = False
+
+
+def sample_params(spec: Spec, sizes: Mapping[str, int], device: str | torch.device = "cpu",
+                  seed: int = 0) -> dict[str, Any]:
+    """A value for each parameter that a kernel is verified with: numbers near their defaults but no larger than a few
+    tiles, tensors that are random. `sizes` gives the dims."""
+    generator = torch.Generator(device).manual_seed(seed)
+    found: dict[str, Any] = {}
+    for param in spec.expressions.params:
+        if isinstance(param, ScalarParam):
+            value = {"int": 37, "float": 0.75, "bool": True}[param.type] if param.default is None else param.default
+            found[param.name] = min(value, 37 + seed % 64) if param.type == "int" else value
+            continue
+        shape = [dim if isinstance(dim, int) else sizes[dim] for dim in param.shape]
+        if param.dtype == "float32":
+            found[param.name] = torch.randn(shape, generator=generator, device=device)
+        elif param.dtype == "bool":
+            found[param.name] = torch.rand(shape, generator=generator, device=device) < 0.5
+        else:
+            steps = torch.rand(shape, generator=generator, device=device)
+            found[param.name] = ((steps < 0.02).cumsum(-1) if param.sorted else steps * 64).to(torch.int32)
+    return found

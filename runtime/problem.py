@@ -4,6 +4,7 @@ Frozen data. A Problem's repr is a constructor call, so that a failure's text is
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from flashgen.codegen.dtype import DTYPES
 if TYPE_CHECKING:
     import torch
 
+    from flashgen.codegen.spec import Spec
     from flashgen.runtime.changes import Changes
 
 
@@ -101,6 +103,17 @@ class Inputs:
             found["changes"] = self.changes
             del found["params"]
         return found
+
+    def changed_by(self, spec: Spec, params: Mapping[str, Any] | None = None, seed: int = 0) -> Inputs:
+        """The same call of a spec with expressions; values for its parameters are drawn where none are given."""
+        from flashgen.runtime.changes import Changes, sample_params
+
+        rows_q, rows_kv = self.q.shape[-3], self.k.shape[-3]
+        sizes = {"num_heads_q": self.q.shape[-2], "num_heads_kv": self.k.shape[-2], "seqlen_q": rows_q,
+                 "seqlen_kv": rows_kv, "total_q": rows_q, "total_kv": rows_kv,
+                 "batch": self.q.shape[0] if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1}
+        drawn = sample_params(spec, sizes, self.q.device, seed)
+        return self.with_(changes=Changes.of(spec, {**drawn, **(params or {})}))
 
     def with_(self, **changes: Any) -> Inputs:
         return replace(self, **changes)

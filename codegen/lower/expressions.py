@@ -58,6 +58,13 @@ def slot_params(spec: Spec) -> list[Param]:
                       for param in spec.expressions.params if isinstance(param, ScalarParam))]
 
 
+def gathers(spec: Spec) -> bool:
+    """Whether an element of a tensor is read for each score, which takes registers for addresses and loads on their
+    way."""
+    return any(isinstance(node, Index) for tree in (spec.expressions.score, spec.expressions.mask) if tree is not None
+               for node in walk(hoist(tree).rest))
+
+
 def _printed(slot: str, tree: Expr) -> Expression:
     quick = _with_reciprocals(tree)
     hoisted = hoist(quick)

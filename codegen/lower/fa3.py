@@ -5,6 +5,8 @@ query tile. Keys and values pass through rings of NUM_STAGES stages; each warpgr
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.lower import expressions
 from flashgen.codegen.lower.common import overridden, size_params, stride_params, tensor_params
@@ -33,6 +35,7 @@ OUT_STAGES = 2            # panels of the output that a warp has under way
 WORK_STAGES = 2           # query tiles announced ahead: the one at work, and the one whose loads run
 TICKET_LEAD = 3           # hides the answer of a device-wide counter; more would hand out tiles too early
 CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
+GATHER_ROWS, GATHER_HEAD_DIM = 128, 64  # of kernels that spill with more: three warpgroups have 160 registers each
 ASSIGNMENT_BYTES = 56     # of one announcement, at most, and for each warpgroup
 KV_TILES_BYTES = 20
 
@@ -43,6 +46,9 @@ def lower(spec: Spec, target: Target) -> Plan:
     if not target.features >= {"tma", "wgmma"} or row is None:
         raise PlanError(f"no fa3 tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256) on sm_90a", nearest="family fa2")
+    if expressions.gathers(spec) and row.m > GATHER_ROWS and spec.head_dim_v > GATHER_HEAD_DIM:
+        row = replace(row, m=GATHER_ROWS, warps=GATHER_ROWS // WARPGROUP_ROWS * WARPGROUP_WARPS,
+                      source=f"{row.source}; with fewer rows, as each score reads an element of a tensor")
     tile = overridden(spec, row)
     _check_tile(spec, tile)
     groups, varlen = tile.m // WARPGROUP_ROWS, spec.kv_layout == "varlen"
