@@ -114,11 +114,12 @@ class Registry:
         return self._specs[handle]
 
     def params(self, handle: str) -> tuple[Param, ...]:
-        """What the variants of a handle read of each call, in the order of declaration, the sink last."""
+        """What variants of a handle read of each call, sorted by name, the sink last."""
         if handle not in self._params:
-            found = (self._open[handle].fields["params"], self._open[handle].fields["sink"]) if handle in self._open \
-                else (self._variants(handle)[0].params, max(spec.sink for spec in self._variants(handle)))
-            self._params[handle] = (*found[0], *((SINK,) if found[1] == "per_head" else ()))
+            known = (self._open[handle].params if handle in self._open else
+                     [param for spec in self._variants(handle) for param in spec.expressions.params])
+            found = {param.name: param for param in known if param != SINK}
+            self._params[handle] = (*(found[name] for name in sorted(found)), *((SINK,) if SINK in known else ()))
         return self._params[handle]
 
     def kernel(self, wanted: Wanted, device_index: int) -> Kernel | EmulatedKernel:
@@ -142,8 +143,9 @@ class Registry:
         archs = (sorted(TARGETS, key=lambda arch: arch != EMULATED_FIRST) if emulated
                  else archs_for(device_facts(device_index).cc))
         if wanted.spec:
-            variants = (self._open[wanted.spec].specs(_kinds_of(wanted, archs)) if wanted.spec in self._open
-                        else self._variants(wanted.spec))
+            families = EMULATED_FAMILIES if emulated else FAMILIES
+            variants = (self._open[wanted.spec].specs(_kinds_of(wanted, archs, families))
+                        if wanted.spec in self._open else self._variants(wanted.spec))
             choice = Choice(_matching(variants, wanted, archs), "its spec is named")
         elif emulated:
             choice = choose(wanted, archs, EMULATED_FAMILIES)
@@ -191,11 +193,11 @@ def _selectors(wanted: Wanted, arch: str, family: str) -> list[Selector]:
             for invariant in (False, True) for split in (wanted.split, not wanted.split)]
 
 
-def _kinds_of(wanted: Wanted, archs: list[str]) -> list[dict[str, Any]]:
+def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[str, ...]) -> list[dict[str, Any]]:
     """The spec fields that a call fixes, for each family and target that could serve it."""
     return [{"family": family, "pass_": "fwd", "arch": arch, "dtype": wanted.dtype, "head_dim_qk": wanted.head_dim_qk,
              "head_dim_v": wanted.head_dim_v, "causal": wanted.causal, "window": wanted.window,
-             "kv_layout": wanted.kv_layout} for arch in archs for family in FAMILIES]
+             "kv_layout": wanted.kv_layout} for arch in archs for family in families]
 
 
 def _reads(family: str, wanted: Wanted) -> bool:

@@ -28,11 +28,11 @@ from flashgen.runtime.lookup import EMULATED, Wanted, check_head_dims, registry
 from flashgen.runtime.params import bind, check_tensors, joined, parted
 from flashgen.runtime.tensor_map import fits_maps
 from flashgen.runtime.values import is_persistent, launch_values, pointer_names, splits_keys, wants_split
+from flashgen.runtime.variant import Variant
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
     from flashgen.runtime.emulator.kernel import EmulatedKernel, EmulatedLauncher
-    from flashgen.runtime.variant import Variant
 
 MEMO_LIMIT = 4096          # varlen calls bring ever new totals
 FORCE_CPU = os.environ.get("FLASHGEN_DEVICE") == "cpu"  # read once: this is on the path of every call
@@ -116,7 +116,9 @@ def _bound(spec, params):  # type: ignore[no-untyped-def]
     declared = registry.params(handle)
     if not declared and not params:
         return handle, None
-    scalars, tensors = bind(declared, params, f"spec {handle}")
+    written = spec.fields["params"] if isinstance(spec, Variant) else getattr(spec, "params", ())
+    unread = [param.name for param in written]
+    scalars, tensors = bind(declared, params, f"spec {handle}", unread)
     return joined(handle, scalars), tensors
 
 

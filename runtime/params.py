@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,16 @@ SEPARATOR = "\n"  # between a spec's handle and its scalars: in no path, and in 
 DTYPES = {"float32": torch.float32, "int32": torch.int32, "bool": torch.bool}
 
 
-def bind(declared: Sequence[Param], params: Mapping[str, Any] | None, spec: object) -> tuple[str, list[torch.Tensor]]:
-    """(the scalars as text, the tensors). Raises UnsupportedError for a value that is missing, unknown or no value."""
+def bind(declared: Sequence[Param], params: Mapping[str, Any] | None, spec: object,
+         unread: Collection[str] = ()) -> tuple[str, list[torch.Tensor]]:
+    """(the scalars as text, the tensors). Raises UnsupportedError for a value that is missing, unknown or no value.
+
+    `declared`: what the expressions read. `unread`: names that are declared, and gone from the canonical form.
+    """
     values = dict(params or {})
     names = [param.name for param in declared]
     for name in values:
-        if name not in names:
+        if name not in names and name not in unread:
             close = difflib.get_close_matches(str(name), names, n=1)
             raise UnsupportedError(f"{spec} has no parameter {str(name)[:40]!r}", where=f"params[{str(name)[:40]!r}]",
                                    allowed=", ".join(names) or "no parameters", nearest=close[0] if close else "")

@@ -72,19 +72,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool | str, window: tuple[i
     if changes.sink:
         lse.copy_(changes.params["sink"][:, None])
     if cu_seqlens_q is None or cu_seqlens_kv is None:
-        _dense(q, k, v, causal, window, scale, block, changes, (0, 0), out, lse)
+        _dense(q, k, v, causal, window, scale, block, changes, (0, 0, 0), out, lse)
         return out, lse
     starts_q, starts_kv = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
     for i in range(len(starts_q) - 1):
         rows, keys = slice(*starts_q[i:i + 2]), slice(*starts_kv[i:i + 2])
         _dense(q[None, rows], k[None, keys], v[None, keys], causal, window, scale, block, changes,
-               (starts_q[i], starts_kv[i]), out[None, rows], lse[None, :, rows])
+               (i, starts_q[i], starts_kv[i]), out[None, rows], lse[None, :, rows])
     return out, lse
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool | str, window: tuple[int, int], scale: float, block: _Block,
-           changes: Changes, begin: tuple[int, int], out: Tensor, lse: Tensor) -> None:
-    """Fill `out` and `lse`, a few batches and query rows at a time. `begin`: of the rows in packed tensors."""
+           changes: Changes, begin: tuple[int, int, int], out: Tensor, lse: Tensor) -> None:
+    """Fill `out` and `lse`, a few batches and query rows at a time. `begin`: the first sequence's number, and where its
+    rows begin in packed tensors."""
     batch, seqlen_q, num_heads_q, _ = q.shape
     seqlen_kv, num_heads_kv = k.shape[1:3]
     if 0 in (batch, seqlen_q, seqlen_kv, num_heads_q):
@@ -101,7 +102,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool | str, window: tuple[in
             queries = q[bs, rs].to(out.dtype).unflatten(2, (num_heads_kv, -1)).permute(0, 2, 3, 1, 4)
             mask = visible(seqlen_q, seqlen_kv, causal=causal, window=window, first=rs.start, last=rs.stop,
                            device=q.device)
-            place = Place(seqlen_q, seqlen_kv, b, rs.start, *begin, causal == "top_left")
+            place = Place(seqlen_q, seqlen_kv, begin[0] + b, rs.start, *begin[1:], causal == "top_left")
             part, part_lse = block(queries, keys, values, mask, scale, changes, place)
             out[bs, rs] = part.permute(0, 3, 1, 2, 4).flatten(2, 3)
             lse[bs, :, rs] = part_lse.flatten(1, 2)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashgen.codegen.expr_tree import Param
 from flashgen.codegen.spec import Spec
-from flashgen.errors import SpecError
+from flashgen.errors import SpecError, UnsupportedError
 
 _MODEL: dict[str, Any] = {"family": "fa2", "pass_": "fwd", "arch": "sm_90", "dtype": "bf16", "head_dim_qk": 64}
 
@@ -18,19 +19,27 @@ class Variant:
 
     fields: dict[str, Any] = field(hash=False)
     handle: str
+    params: tuple[Param, ...]  # that its expressions read, the sink last
 
     def spec(self, **call: Any) -> Spec:
         """The Spec of one kind of call; what the variant fixes itself counts. Raises SpecError."""
         return Spec(**{**call, **self.fields})
 
     def specs(self, calls: Sequence[Mapping[str, Any]]) -> tuple[Spec, ...]:
-        """Of several kinds of calls, those that it can serve, each once."""
+        """Of several kinds of calls, those that it can serve, each once. UnsupportedError, with the reason, if none."""
         found: dict[Spec, None] = {}
+        reasons: list[SpecError] = []
         for call in calls:
+            if self.fields.get("window"):
+                call = {**call, "causal": False}  # which its kernel serves with right = 0
             try:
                 found[self.spec(**call)] = None
-            except SpecError:  # a family for another arch, a layout without a parameter's dims
-                continue
+            except SpecError as error:  # a family for another arch, a layout without a parameter's dims
+                reasons.append(error)
+        if not found:
+            reason = next((error for error in reasons if error.where != "Spec.arch"), reasons[0])
+            raise UnsupportedError(f"{reason.what}", where=f"spec={self.handle!r}", allowed=reason.allowed,
+                                   nearest=reason.nearest)
         return tuple(found)
 
 
@@ -69,4 +78,4 @@ def variant(score: str = "none", mask: str = "none", *, params: Mapping[str, Any
                         nearest=first.nearest, next=first.next, details=first.details)
     given["params"] = checked.params
     text = repr(sorted((key, repr(value)) for key, value in given.items()))
-    return Variant(given, f"{name}#{hashlib.sha256(text.encode()).hexdigest()[:16]}")
+    return Variant(given, f"{name}#{hashlib.sha256(text.encode()).hexdigest()[:16]}", checked.expressions.params)

@@ -1,4 +1,4 @@
-"""Tile classes as kernels work them out, compiled for the host: never wrong, and exact for the masks that people use."""
+"""Tile classes as kernels work them out, compiled for the host: never wrong, and exact for masks that people use."""
 from __future__ import annotations
 
 import ctypes
@@ -42,8 +42,8 @@ def compiled(trees: list[Expr], params: Params, folder: Path) -> ctypes.CDLL:
         for i, tree in enumerate(trees))
     (folder / "text.cpp").write_text(f"{SHIM}{HELPERS}{SPANS}struct Params {{\n{members}}};\n{functions}\n")
     subprocess.run(["g++", "-std=c++17", "-O1", "-Wall", "-Wno-unused", "-Wno-parentheses", "-Werror",
-                    "-fsanitize=undefined", "-fno-sanitize-recover", "-ffp-contract=off", "-shared", "-fPIC", "text.cpp",
-                    "-o", "text.so"], cwd=folder, check=True)
+                    "-fsanitize=undefined", "-fno-sanitize-recover", "-ffp-contract=off", "-shared", "-fPIC",
+                    "text.cpp", "-o", "text.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "text.so"))
 
 
@@ -108,7 +108,7 @@ EXACT: list[tuple[str, bool]] = [
 
 
 def test_exact(tmp_path: Path) -> None:
-    """Tiles without a visible key are skipped, all of them; whole ones are known, but where two reasons share a tile."""
+    """Tiles without a visible key are skipped, all of them; whole ones are known, unless two reasons share a tile."""
     trees = [canonical(parse(text, WORDS, "mask")) for text, _ in EXACT]
     library, rng = compiled(trees, WORDS, tmp_path), np.random.default_rng(1)
     size, tile_q, tile_kv = 128, 32, 16
@@ -125,7 +125,7 @@ def test_exact(tmp_path: Path) -> None:
                 for k0 in range(0, size, tile_kv):
                     box = (q0, q0 + tile_q - 1, k0, k0 + tile_kv - 1)
                     got, expected = found(library, i, WORDS, env, box), truth(trees[i], env, box, "float64")
-                    if text.startswith(("(q_pos", "doc")) or ("blocks" in text and "and" in text):  # holes, reasons that meet
+                    if text.startswith(("(q_pos", "doc")) or ("blocks" in text and "and" in text):  # what has holes
                         assert expected & ~got == 0
                         continue
                     assert (got & SEEN) == (expected & SEEN), (text, box, env)
