@@ -124,17 +124,20 @@ class Expression:
     """A slot's expression in CUDA. `rest` gives the value for one score and reads the parts, which are computed before:
     `uniform` once a tile, `row` for each query row, `column` for each key. `whole` is all of it in one.
 
-    Of masks, `tile_class` gives what a tile's rows may see (templates/include/flashgen/span.cuh).
+    Of masks, `tile_class` gives what a tile's rows may see (templates/include/flashgen/span.cuh). One that is an
+    interval has instead bounds of its `first` key and its `last`.
     """
 
     slot: str
     about: str
-    uniform: tuple[Part, ...]
-    row: tuple[Part, ...]
-    column: tuple[Part, ...]
-    rest: str
-    whole: str
+    uniform: tuple[Part, ...] = ()
+    row: tuple[Part, ...] = ()
+    column: tuple[Part, ...] = ()
+    rest: str = ""
+    whole: str = ""
     tile_class: str = ""
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,9 +207,9 @@ class Plan:
             raw[key] = tuple(kind(**row) for row in raw[key])
         for key in ("spec", "slots", "flags"):
             raw[key] = tuple((name, _freeze(value)) for name, value in raw[key])
-        listed = ("uniform", "row", "column")
-        raw["expressions"] = tuple(Expression(**row | {key: tuple(Part(**part) for part in row[key]) for key in listed})
-                                   for row in raw.get("expressions", ()))
+        raw["expressions"] = tuple(
+            Expression(**row | {key: tuple(Part(**part) for part in row[key]) for key in ("uniform", "row", "column")}
+                       | {key: tuple(row[key]) for key in ("first", "last")}) for row in raw.get("expressions", ()))
         raw["launch"] = Launch(**raw["launch"])
         raw["notes"] = tuple(raw["notes"])
         return cls(**raw)

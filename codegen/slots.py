@@ -65,6 +65,7 @@ MASKS: dict[str, MaskChoice] = {
             Param("window_right", "i32", "keys visible after the diagonal, likewise"),
         ),
     ),
+    "interval": MaskChoice({"fa2": (_RIGHT, _WHOLE, _LEFT), "fa3": (_UP_LEFT, _UP_WHOLE, _UP_RIGHT)}, (_ALIGN,)),
     "expression": MaskChoice({"fa2": (), "fa3": ()}, (_ALIGN,)),  # tiles are found by class, not by bounds
 }
 
@@ -87,6 +88,7 @@ EXPRESSION_FLAGS = {
     "walked": "ranged",      # tiles of keys are found by class; or they are ranges
     "summed": "normalized",  # weights are the scores themselves; or a softmax
     "sink": "",
+    "bounded": "",           # keys by an expression, which is an interval
     "names_batch": "",       # an expression asks which sequence it is
 }
 
@@ -101,13 +103,10 @@ SLOTS: dict[str, tuple[str, ...]] = {"layout": tuple(LAYOUTS), "score": tuple(SC
                                      "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS)}
 
 
-def mask_choice(causal: bool, window: bool, expression: str = "none") -> str:
-    """`expression`: the canonical text of the spec's mask. One that is causal gets the slot that is."""
-    if expression != "none":
-        return {"kv_pos <= q_pos": "causal", "True": "full"}.get(expression, "expression")
+def mask_choice(causal: bool, window: bool) -> str:
     return "window" if window else "causal" if causal else "full"
 
 
 def tiled_as(mask: str) -> str:
     """The mask whose row of the tile table serves this one."""
-    return "window" if mask == "expression" else mask
+    return "window" if mask in ("interval", "expression") else mask

@@ -153,12 +153,20 @@ def test_one_kernel_for_one_meaning() -> None:
     assert Plan.from_json(plans[0][0].to_json()) == plans[0][0]
 
 
-def test_masks_that_are_built_in_cost_nothing() -> None:
+def test_masks_with_bounds_of_their_own() -> None:
     problem = Problem(1, 5, 9)
+    window = {"window": {"type": "int"}}
     for mask, choice in (("kv_pos <= q_pos", "causal"), ("not q_pos < kv_pos", "causal"), ("True", "full"),
-                         ("kv_pos <= q_pos and head_q < 3", "expression")):
+                         ("kv_pos <= q_pos and head_q < 3", "expression"),
+                         ("kv_pos <= q_pos and q_pos - kv_pos < window", "interval"),
+                         ("abs(q_pos - kv_pos) <= window", "interval"), ("-window <= kv_pos - q_pos <= 3", "interval"),
+                         ("kv_pos < seqlen_kv // 2 + window", "interval"), ("q_pos - 7 < kv_pos", "interval"),
+                         # What a sum with a parameter wraps to, it hides; and these move left, or are two intervals.
+                         ("kv_pos < q_pos + window", "expression"), ("q_pos + kv_pos < window", "expression"),
+                         ("kv_pos < q_pos or kv_pos < window", "expression"), ("kv_pos < head_q", "expression")):
         for family in ("fa2", "fa3"):
-            assert dict(lower(spec_of(small(family, mask=mask), problem)).slots)["mask"] == choice
+            variant = small(family, mask=mask, params=window if "window" in mask else {})
+            assert dict(lower(spec_of(variant, problem)).slots)["mask"] == choice
 
 
 def test_no_call_gets_a_variant_unasked() -> None:

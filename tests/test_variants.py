@@ -116,6 +116,18 @@ def test_masks(family: str, mask: str, params: dict[str, Any]) -> None:
     solve(variant, Problem(1, 200, 230, 2, 1, softmax_scale=1.0), policies=("eager", "lazy"))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mask", ["kv_pos <= q_pos and q_pos - kv_pos < window", "abs(kv_pos - q_pos) <= window",
+                                  "kv_pos >= window", "kv_pos + 2 < seqlen_kv - window and kv_pos > q_pos - 40"])
+def test_intervals(family: str, mask: str) -> None:
+    """Windows as expressions, with windows of any size: what an int cannot hold, 64 bits do."""
+    variant = small(family, mask=mask, params={"window": {"type": "int"}})
+    for number, window in enumerate((40, 0, 1, -5, 2**31 - 1, -2**31, 130)):
+        problem = (Problem(1, 150, 170, 2, 1) if number % 2 else
+                   Problem(3, (70, 9, 1), (60, 130, 0), 2, 1, tail=4))
+        solve(variant, problem, {"window": window}, nans=number > 1, policies=("random",))
+
+
 @pytest.mark.parametrize("changes", [{"roles": {"mma": 16}, "tile": {"m": 256, "n": 32}}, {"q_stages": 1},
                                      {"roles": {"mma": 4}, "tile": {"m": 64, "n": 16}, "stages": 3},
                                      {"schedule": "overlap", "kv_layout": "varlen"}], ids=str)

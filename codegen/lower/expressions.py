@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.expr_canon import build, canonical
+from flashgen.codegen.expr_interval import interval
 from flashgen.codegen.expr_print import KERNEL_NAMES, hoist, to_cuda
 from flashgen.codegen.expr_print import Part as ExprPart
 from flashgen.codegen.expr_tiles import tile_class
@@ -15,9 +16,12 @@ _SCALARS = {"float": "f32", "int": "i32", "bool": "i32"}
 
 
 def mask_of(spec: Spec) -> str:
-    """The mask slot's choice."""
+    """The mask slot's choice. An expression that a built-in mask or an interval serves gets that, which is faster."""
     tree = spec.expressions.mask
-    return mask_choice(spec.causal, spec.window, "none" if tree is None else tree.text)
+    if tree is None:
+        return mask_choice(spec.causal, spec.window)
+    built_in = {"kv_pos <= q_pos": "causal", "True": "full"}
+    return built_in.get(tree.text) or ("interval" if interval(tree) else "expression")
 
 
 def score_of(spec: Spec) -> str:
@@ -29,7 +33,7 @@ def printed(spec: Spec) -> tuple[Expression, ...]:
     found = []
     if spec.expressions.score is not None:
         found.append(_printed("score", spec.expressions.score))
-    if spec.expressions.mask is not None and mask_of(spec) == "expression":
+    if spec.expressions.mask is not None and mask_of(spec) in ("interval", "expression"):
         found.append(_printed("mask", spec.expressions.mask))
     return tuple(found)
 
@@ -39,6 +43,7 @@ def flags_of(spec: Spec) -> tuple[tuple[str, bool], ...]:
     trees = [tree for tree in (spec.expressions.score, spec.expressions.mask) if tree is not None]
     holds = {
         "changed": score_of(spec) == "expression", "walked": mask_of(spec) == "expression",
+        "bounded": mask_of(spec) == "interval",
         "summed": spec.normalize == "none", "sink": spec.sink == "per_head",
         "names_batch": any("batch" in names_of(tree) for tree in trees),
     }
@@ -66,6 +71,9 @@ def gathers(spec: Spec) -> bool:
 
 
 def _printed(slot: str, tree: Expr) -> Expression:
+    bounds = interval(tree) if slot == "mask" else None
+    if bounds:
+        return Expression(slot, tree.text, first=bounds.first, last=bounds.last)
     quick = _with_reciprocals(tree)
     hoisted = hoist(quick)
     return Expression(slot, tree.text, _parts(hoisted.uniform), _parts(hoisted.row), _parts(hoisted.column),

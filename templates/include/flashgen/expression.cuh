@@ -8,6 +8,9 @@ FG_DEVICE int wrap_sub(int a, int b) { return (int)((uint32_t)a - (uint32_t)b); 
 FG_DEVICE int wrap_mul(int a, int b) { return (int)((uint32_t)a * (uint32_t)b); }
 FG_DEVICE int abs_int(int a) { return a < 0 ? wrap_sub(0, a) : a; }
 
+FG_DEVICE int64_t min_long(int64_t a, int64_t b) { return a < b ? a : b; }
+FG_DEVICE int64_t max_long(int64_t a, int64_t b) { return a > b ? a : b; }
+
 // Quotient rounded down and the remainder that goes with it, which has the divisor's sign. Both are 0 for b = 0.
 FG_DEVICE int floor_div(int a, int b) {
   if (b == 0) return 0;

@@ -27,8 +27,6 @@ FG_DEVICE Span span_wrapped(int64_t low, int64_t high) {
 }
 FG_DEVICE Span span_add(Span a, Span b) { return span_wrapped((int64_t)a.low + b.low, (int64_t)a.high + b.high); }
 FG_DEVICE Span span_neg(Span a) { return span_wrapped(-(int64_t)a.high, -(int64_t)a.low); }
-FG_DEVICE int64_t min_long(int64_t a, int64_t b) { return a < b ? a : b; }
-FG_DEVICE int64_t max_long(int64_t a, int64_t b) { return a > b ? a : b; }
 FG_DEVICE Span span_mul(Span a, Span b) {
   const int64_t x = (int64_t)a.low * b.low, y = (int64_t)a.low * b.high;
   const int64_t z = (int64_t)a.high * b.low, w = (int64_t)a.high * b.high;
