@@ -12,11 +12,16 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from variant_kit import FAMILIES, small, solve, spec_of
 
+import flashgen
+from flashgen.codegen.expr_eval import evaluate
 from flashgen.codegen.expr_tree import Name, Op, walk
+from flashgen.codegen.lower import lower
 from flashgen.codegen.spec import Spec, load_specs, variant_spec_paths
 from flashgen.errors import SpecError
 from flashgen.runtime.changes import Place
 from flashgen.runtime.edges import emulated_problems, tile_shape
+from flashgen.runtime.emulator import trace
+from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
 from flashgen.runtime.problem import Problem
 from flashgen.runtime.values import is_persistent
 from flashgen.runtime.verify import verify_spec
@@ -29,8 +34,6 @@ SHIPPED = [spec for path in variant_spec_paths() for spec in load_specs(path).sp
 @pytest.mark.parametrize("spec", SHIPPED, ids=[spec.variant for spec in SHIPPED])
 def test_shipped(spec: Spec) -> None:
     """As `flashgen verify` would, on the problem with the most tiles; under every policy, with values for params."""
-    from flashgen.codegen.lower import lower
-
     plan = lower(spec)
     chosen = list(emulated_problems(spec, *tile_shape(plan), 1, persistent=is_persistent(plan)))[:1]
     failures = [row for row in verify_spec([spec], problems=chosen, emulate=True) if not row.ok]
@@ -114,6 +117,29 @@ def test_masks(family: str, mask: str, params: dict[str, Any]) -> None:
                                       Problem(4, (70, 0, 5, 140), (200, 9, 0, 140), 2, 1, tail=4))):
         solve(variant, problem, nans=bool(number % 2), policies=("random",))
     solve(variant, Problem(1, 200, 230, 2, 1, softmax_scale=1.0), policies=("eager", "lazy"))
+
+
+COPY = trace.KINDS.index("copies")
+
+
+@pytest.mark.parametrize("mask", [
+    "kv_pos <= q_pos and (q_pos - kv_pos < 40 or kv_pos < 3)", "kv_pos // 100 == q_pos // 100",
+    "(kv_pos <= q_pos or kv_pos < 70) and kv_pos % 200 < 33", "kv_pos == 500 and head_q < 9",
+    "abs(q_pos - kv_pos) % 400 < 20"])
+def test_every_hidden_tile_is_skipped(mask: str) -> None:
+    """What the load warp copies of a query tile is, key tile for key tile, what some row sees: once as keys, once as
+    values."""
+    problem, rows, keys, tile_n = Problem(1, 64, 900), 64, 900, 32
+    variant, inputs = small("fa3", mask=mask), problem.make_inputs()
+    assert dict(lower(spec_of(variant, problem)).slots)["mask"] == "expression"
+    with scheduled(Schedule("eager", resident=1, traced_block=0)), collecting() as statistics:
+        flashgen.attention(inputs.q, inputs.k, inputs.v, spec=variant)
+    copies = sum(1 for row, kind, *_ in statistics[0].trace if (row, kind) == (0, COPY))
+    tree = spec_of(variant, problem).expressions.mask
+    assert tree is not None
+    seen = evaluate(tree, {"q_pos": np.arange(rows)[:, None] + keys - rows, "kv_pos": np.arange(keys)[None, :],
+                           "head_q": 0}, np)
+    assert copies == 2 * len({int(key) // tile_n for key in np.nonzero(seen)[1]})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
