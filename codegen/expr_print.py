@@ -44,6 +44,8 @@ KERNEL_NAMES: dict[str, str] = CUDA_NAMES | {
     "dim:total_kv": "work.seqlen_kv", "begin:total_q": "work.q_begin", "begin:total_kv": "work.kv_begin",
     "size:total_q": "p.seqlen_q", "size:total_kv": "p.seqlen_kv",
 }
+# A part that kernels give to every score: kv_pos - q_pos as a float, without a conversion of its own.
+DISTANCE = Name("distance", "float", "part")
 _LOG2E, _LN2 = 1 / math.log(2), math.log(2)
 _ROW, _COLUMN, _UNIFORM = "row", "column", "uniform"
 _C_INFIX = {"add": ("+", 5), "mul": ("*", 6), "div": ("/", 6), "lt": ("<", 4), "le": ("<=", 4), "eq": ("==", 3),
@@ -241,7 +243,7 @@ def _steps_fit(tree: Op) -> bool:
 def _depends(tree: Expr) -> str:
     """_UNIFORM, _ROW, _COLUMN, or "" for what hangs on both positions or on the score."""
     if isinstance(tree, Name):
-        return {"q_pos": _ROW, "kv_pos": _COLUMN, "score": ""}.get(tree.name, _UNIFORM)
+        return {"q_pos": _ROW, "kv_pos": _COLUMN, "score": "", DISTANCE.name: ""}.get(tree.name, _UNIFORM)
     kinds = {_depends(arg) for arg in tree.args} - {_UNIFORM}
     return _UNIFORM if not kinds else kinds.pop() if len(kinds) == 1 else ""
 
