@@ -52,6 +52,8 @@ def _head(e: Explanation) -> Iterator[str]:
     yield f"{plan.kernel_name}" + (f"   (1 of {e.variants} variants; --variant and --arch choose another)"
                                    if e.variants > 1 else "")
     mask = mask_choice(plan.spec_value("causal") is True, plan.spec_value("window") is True)
+    if "mask" in dict(plan.spec):
+        mask = f"mask by expression, counted as {mask}"
     yield (f"  q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {plan.constant('HEAD_DIM_QK')}, "
            f"k {shape.batch} x {shape.seqlen_kv} x {shape.num_heads_kv} x {plan.constant('HEAD_DIM_QK')}, "
            f"v ... x {plan.constant('HEAD_DIM_V')}, {plan.spec_value('dtype')}, "

@@ -10,7 +10,23 @@ from flashgen.errors import UnsupportedError
 
 ALIGNMENT_BYTES = 16  # one cp.async
 MAX_LENGTH = 2**30    # sums of two positions and a window stay within 32 bits
+CAUSAL_CODES = {False: 0, True: 1, "top_left": 2}
 DTYPE_NAMES = {getattr(torch, d.torch_name): d.name for d in DTYPES.values()}
+
+
+def check_call(q, k, v, causal, cu_seqlens_q, cu_seqlens_kv) -> None:  # type: ignore[no-untyped-def]
+    """What a look at the arguments shows, before anything is memoised."""
+    if causal not in CAUSAL_CODES:
+        raise UnsupportedError(f"causal={causal!r}", where="causal", allowed='False, True or "top_left"')
+    if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
+        raise UnsupportedError("only one of cu_seqlens_q and cu_seqlens_kv is given", where="cu_seqlens",
+                               allowed="both (varlen) or neither (dense)")
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise UnsupportedError("a gradient is asked for, and flashgen has no backward kernel yet", where="q, k, v",
+                               allowed="inputs without requires_grad", next="call it under torch.no_grad()")
+    if not (q.is_cuda or q.is_cpu):
+        raise UnsupportedError(f"q is on {q.device}", where="q",
+                               allowed="tensors on a CUDA device, or on the CPU, where kernels run emulated")
 
 
 def strides(t) -> list[int]:  # type: ignore[no-untyped-def]

@@ -21,7 +21,16 @@ from flashgen.codegen.expr_tree import TensorParam
 from flashgen.codegen.spec_expr import SINK
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
-from flashgen.runtime.checks import DTYPE_NAMES, check_options, check_out, check_qkv, is_aligned, strides
+from flashgen.runtime.checks import (
+    CAUSAL_CODES,
+    DTYPE_NAMES,
+    check_call,
+    check_options,
+    check_out,
+    check_qkv,
+    is_aligned,
+    strides,
+)
 from flashgen.runtime.counters import CountingLauncher, counters_of
 from flashgen.runtime.kernel import Kernel, Launcher
 from flashgen.runtime.lookup import EMULATED, Wanted, check_head_dims, registry
@@ -36,7 +45,6 @@ if TYPE_CHECKING:
 
 MEMO_LIMIT = 4096          # varlen calls bring ever new totals
 FORCE_CPU = os.environ.get("FLASHGEN_DEVICE") == "cpu"  # read once: this is on the path of every call
-CAUSAL_CODES = {False: 0, True: 1, "top_left": 2}
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
@@ -75,17 +83,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     CompileError and EnvironmentError_ where building or loading fails. There is no backward yet: with grad enabled and
     an input that requires it, the call is refused.
     """
-    if causal not in CAUSAL_CODES:
-        raise UnsupportedError(f"causal={causal!r}", where="causal", allowed='False, True or "top_left"')
-    if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
-        raise UnsupportedError("only one of cu_seqlens_q and cu_seqlens_kv is given", where="cu_seqlens",
-                               allowed="both (varlen) or neither (dense)")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise UnsupportedError("a gradient is asked for, and flashgen has no backward kernel yet", where="q, k, v",
-                               allowed="inputs without requires_grad", next="call it under torch.no_grad()")
-    if not (q.is_cuda or q.is_cpu):
-        raise UnsupportedError(f"q is on {q.device}", where="q",
-                               allowed="tensors on a CUDA device, or on the CPU, where kernels run emulated")
+    check_call(q, k, v, causal, cu_seqlens_q, cu_seqlens_kv)
     if FORCE_CPU and q.is_cuda:
         return _on_cpu(q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, return_lse=return_lse,
                        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, out=out, spec=spec, params=params)
@@ -142,7 +140,7 @@ def _on_cpu(*tensors, out, **options):  # type: ignore[no-untyped-def]
     device = tensors[0].device
     options = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     options["params"] = {name: value.cpu() if isinstance(value, torch.Tensor) else value
-                         for name, value in (options["params"] or {}).items()}
+                         for name, value in (options.get("params") or {}).items()}
     result = attention(*(t.cpu() for t in tensors), **options)
     results = [t.to(device) for t in (result if isinstance(result, tuple) else (result,))]
     if out is not None:

@@ -74,7 +74,7 @@ def _printed(slot: str, tree: Expr) -> Expression:
     bounds = interval(tree) if slot == "mask" else None
     if bounds:
         return Expression(slot, tree.text, first=bounds.first, last=bounds.last)
-    quick = _with_reciprocals(_with_distances(tree) if slot == "score" else tree)
+    quick = _with_reciprocals(_with_distances(tree)) if slot == "score" else tree  # a mask's last bit decides
     hoisted = hoist(quick)
     return Expression(slot, tree.text, _parts(hoisted.uniform), _parts(hoisted.row), _parts(hoisted.column),
                       to_cuda(hoisted.rest, KERNEL_NAMES), to_cuda(quick, KERNEL_NAMES),
