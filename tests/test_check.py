@@ -183,3 +183,17 @@ def test_new_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_json("new", "../x", exit_code=2)["error"]["type"] == "SpecError"
     assert run_json("new", "mine", "--from", "fa3_fdw", exit_code=2)["error"]["what"] == "no such file"
     assert not list(tmp_path.iterdir())
+
+
+# ---- the page
+
+
+def test_the_page_shows_every_shipped_variant_as_it_is() -> None:
+    page = (shipped_spec_paths()[0].parent.parent / "docs" / "variants.md").read_text(encoding="utf-8")
+    for path in variant_spec_paths():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{path.stem}` |"))
+        spec = load_specs(path).specs[0]
+        for text in (spec.score, spec.mask):
+            assert text == "none" or f"`{text}`" in row
+        assert ("sink: per_head" in row) == (spec.sink != "none")
+        assert ("normalize: none" in row) == (spec.normalize == "none")
