@@ -109,8 +109,9 @@ MODS: dict[str, Callable[[Mapping[str, Any]], tuple[_Mod | None, _Mod]]] = {
     "alibi": _flex_alibi, "document": _flex_document, "prefix_lm": _flex_prefix}
 
 
-def flex(case: VariantCase, device: str = "cuda") -> Callable[[Inputs], Tensor]:
-    """The call on inputs, result as [batch, heads, rows, head_dim]. Its block mask is made here, outside all timing."""
+def flex(case: VariantCase, device: str = "cuda", made: list[float] | None = None) -> Callable[[Inputs], Tensor]:
+    """The call on inputs, result as [batch, heads, rows, head_dim]. Its block mask is made here, outside the timing of
+    the kernels; `made` gets the milliseconds that this takes, the second time."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     problem = case.case
@@ -120,9 +121,19 @@ def flex(case: VariantCase, device: str = "cuda") -> Callable[[Inputs], Tensor]:
     (rows, keys), batch = problem.lengths[0], problem.batch if case.flex in ("document", "prefix_lm") else None
     torch.compiler.reset()  # past its limit of recompilations it would turn to an eager path without a word
     mask = create_block_mask(mask_mod, batch, None, rows, keys, device=device)
+    if made is not None:
+        made.append(_wall_ms(lambda: create_block_mask(mask_mod, batch, None, rows, keys, device=device)))
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     return lambda x: compiled(*x.heads_first, score_mod=score_mod, block_mask=mask,
                               enable_gqa=problem.num_heads_q != problem.num_heads_kv)
+
+
+def _wall_ms(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
 
 
 # -- the device
@@ -135,6 +146,7 @@ class VariantDevice(CudaDevice):
         super().__init__(timer, data)
         self.grid = grid
         self._first: dict[str, Tensor] = {}  # result of ours on the first inputs of the case at hand
+        self._made: list[float] = []         # milliseconds that its block mask took to make
 
     def absent(self, peer: str) -> str | None:
         return None if peer == "built-in" else PEERS[peer][0]()
@@ -155,6 +167,7 @@ class VariantDevice(CudaDevice):
 
     def inputs(self, case: Any, sets: int) -> Sequence[Inputs]:
         self._first.clear()
+        self._made.clear()
         generator = torch.Generator("cuda").manual_seed(0)
         return [draw(case.case, self.data, generator) for _ in range(sets)]
 
@@ -164,7 +177,7 @@ class VariantDevice(CudaDevice):
     def calls(self, name: str, case: VariantCase, inputs: Sequence[Inputs]) -> Sequence[Call]:
         """Refused for a peer that does not serve the case, or answers another question."""
         try:
-            calls = _calls(name, case, inputs)
+            calls = _calls(name, case, inputs, self._made)
             result = calls[0]()
             torch.cuda.synchronize()
         except (Refused, FlashgenError):
@@ -183,13 +196,16 @@ class VariantDevice(CudaDevice):
             raise Refused(f"its result is up to {apart:.3g} from ours")
         return calls
 
+    def more(self) -> dict[str, Any]:
+        return {"flex_block_mask_ms": round(self._made[0], 3)} if self._made else {}
+
     def timed(self, name: str, calls: Sequence[Call]) -> Run:
         return TIMERS[name](calls)
 
 
-def _calls(name: str, case: VariantCase, inputs: Sequence[Inputs]) -> list[Call]:
+def _calls(name: str, case: VariantCase, inputs: Sequence[Inputs], made: list[float]) -> list[Call]:
     if name == "flex":
-        attend = flex(case)
+        attend = flex(case, made=made)
         return [functools.partial(attend, x) for x in inputs]
     options: dict[str, Any]
     if name == OURS:

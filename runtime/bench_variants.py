@@ -108,6 +108,7 @@ class Device(Protocol):
     def inputs(self, case: VariantCase, sets: int) -> Sequence[Any]: ...
     def pairs(self, case: VariantCase, inputs: Any) -> int: ...
     def calls(self, name: str, case: VariantCase, inputs: Sequence[Any]) -> Sequence[Call]: ...
+    def more(self) -> dict[str, Any]: ...  # what else is known of the case at hand, for its row
     def timed(self, name: str, calls: Sequence[Call]) -> Run: ...
     def release(self) -> None: ...
 
@@ -152,7 +153,7 @@ def _measure(device: Device, case: VariantCase, peers: Sequence[str], rounds: in
     except Refused:  # one that no graph can hold: plain calls for all of the row
         used = "events"
         runs = {name: device.timed(used, [*own] * repeats) for name, own in calls.items()}
-    return row_of(case, device.pairs(case, inputs[0]), used, interleave(runs, rounds), refused)
+    return row_of(case, device.pairs(case, inputs[0]), used, interleave(runs, rounds), refused) | device.more()
 
 
 def row_of(case: VariantCase, pairs: int, timer: str, medians: Mapping[str, float],

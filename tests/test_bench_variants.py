@@ -91,7 +91,7 @@ class OnCpu(bench_flex.VariantDevice):
     """Kernels emulated, FlexAttention uncompiled, timers made up; one peer cannot be captured."""
 
     def __init__(self, grid: str, timer: str = "graph", data: str = "normal") -> None:
-        self.l2_bytes, self.data, self.grid, self._first = 1, data, grid, {}
+        self.l2_bytes, self.data, self.grid, self._first, self._made = 1, data, grid, {}, []
         self.times = itertools.count(1)
 
     def facts(self) -> dict[str, Any]:
@@ -117,7 +117,8 @@ class OnCpu(bench_flex.VariantDevice):
 def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(bench_flex, "flex", lambda case, device="cpu", own=bench_flex.flex: own(case, "cpu"))
+    own = bench_flex.flex
+    monkeypatch.setattr(bench_flex, "flex", lambda case, device="cpu", made=None: own(case, "cpu", made))
     cases, stored = [case for case in small_cases() if case.name in ("causal by tile classes", "window 1k",
                                                                      "softcap")], []
     results = bench_variants.bench_variants(OnCpu(GRID), cases, ["flex", "built-in"], rounds=1, store=stored.append)
@@ -125,7 +126,7 @@ def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert {row["timer"] for row in results["rows"]} == {"graph", "events"}
     for row in results["rows"]:
         assert set(row["peers"]) | set(row["refused"]) == {"flex", "built-in"}, row["refused"]
-        assert row["speed"]["flex"] == 1.0 and row["tflops"] > 0
+        assert row["speed"]["flex"] == 1.0 and row["tflops"] > 0 and row["flex_block_mask_ms"] > 0
     assert set(results["rows"][0]["peers"]) == {"flex", "built-in"}, results["rows"][0]["refused"]
     text = json.loads(write_results(results, tmp_path, "fa3-variants").read_text())
     assert text["rows"] == results["rows"]
