@@ -63,6 +63,8 @@ CTYPES: dict[str, CType] = {
     "i32_out": CType("int32_t*", "Q", 8),
     "tensor_map": CType("TensorMap", "128s", 128, 64),
     "i32_ptr": CType("const int32_t*", "Q", 8),
+    "f32_ptr": CType("const float*", "Q", 8),
+    "bool_ptr": CType("const bool*", "Q", 8),
     "i64": CType("int64_t", "q", 8),
     "i32": CType("int32_t", "i", 4),
     "f32": CType("float", "f", 4),
@@ -110,6 +112,36 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A value that an expression's text reads by name."""
+
+    cuda_type: str
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A slot's expression in CUDA. `rest` gives the value for one score and reads the parts, which are computed before:
+    `uniform` once a tile, `row` for each query row, `column` for each key. `whole` is all of it in one.
+
+    Of masks, `tile_class` gives what a tile's rows may see (templates/include/flashgen/span.cuh). One that is an
+    interval has instead bounds of its `first` key and its `last`.
+    """
+
+    slot: str
+    about: str
+    uniform: tuple[Part, ...] = ()
+    row: tuple[Part, ...] = ()
+    column: tuple[Part, ...] = ()
+    rest: str = ""
+    whole: str = ""
+    tile_class: str = ""
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     variant: str                             # the kernel's name without its target
     target: str
@@ -131,6 +163,7 @@ class Plan:
     register_usage_level: int | None = None  # ptxas --register-usage-level, None: its default
     notes: tuple[str, ...] = ()              # why this tile, who measured it
     allowed_spill_bytes: int = 0
+    expressions: tuple[Expression, ...] = ()
 
     @property
     def compiler_options(self) -> tuple[str, ...]:
@@ -157,7 +190,10 @@ class Plan:
         return struct.calcsize(self.params_format())
 
     def to_dict(self) -> dict:
-        return dataclasses.asdict(self)
+        raw = dataclasses.asdict(self)
+        if not self.expressions:
+            del raw["expressions"]
+        return raw
 
     def to_json(self) -> str:
         """Stable text: same plan, same bytes."""
@@ -172,6 +208,9 @@ class Plan:
             raw[key] = tuple(kind(**row) for row in raw[key])
         for key in ("spec", "slots", "flags"):
             raw[key] = tuple((name, _freeze(value)) for name, value in raw[key])
+        raw["expressions"] = tuple(
+            Expression(**row | {key: tuple(Part(**part) for part in row[key]) for key in ("uniform", "row", "column")}
+                       | {key: tuple(row[key]) for key in ("first", "last")}) for row in raw.get("expressions", ()))
         raw["launch"] = Launch(**raw["launch"])
         raw["notes"] = tuple(raw["notes"])
         return cls(**raw)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashgen.codegen import spec_expr
 from flashgen.codegen.target import FEATURES, TARGETS
 from flashgen.codegen.warpgroup import MAX_WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_WARPS
 from flashgen.errors import SpecError
@@ -134,4 +135,12 @@ RULES: tuple[Rule, ...] = (
     Rule("fa3: `split: true` excludes `batch_invariant: true`, `window: true` and `kv_layout: varlen`, which split "
          "nothing.", _split),
     Rule("fa3: `pack_gqa: true` excludes `window: true` and `kv_layout: varlen`.", _packed),
+    Rule("`score` and `mask` are expressions of known names and right types; `sink` is no parameter's name where it is "
+         "`per_head`.", spec_expr.readable),
+    Rule("Tensor parameters have dims `total_q`, `total_kv` with `kv_layout: varlen` only, `seqlen_q`, `seqlen_kv` "
+         "without it.", spec_expr.shapes),
+    Rule("A `mask` excludes `causal` and `window`.", spec_expr.one_mask),
+    Rule("`align: top_left` needs an expression, and neither `causal` nor `window`.", spec_expr.alignment),
+    Rule("`normalize: none` needs `lse: false` and excludes `sink`.", spec_expr.unnormalized),
+    Rule("`split: true` and `pack_gqa: true` exclude `score`, `mask`, `sink` and `normalize`.", spec_expr.whole),
 )

@@ -113,20 +113,29 @@ def load_grid(grid: str) -> tuple[Case, ...]:
     `window` is a pair or a list of pairs. `lengths`, a list or a list of lists, makes a varlen case: of its sequences,
     each with as many keys as queries, in place of batch and seqlen.
     """
+    values, where = read_grid(grid)
+    return cases_of(values if isinstance(values, list) else [values], where)
+
+
+def read_grid(grid: str) -> tuple[object, str]:
+    """(what the YAML says, where that is)."""
     import yaml
 
     where = "--problem-grid" if is_inline(grid) else grid
     try:
-        values = yaml.safe_load(grid if is_inline(grid) else Path(grid).read_text(encoding="utf-8"))
+        return yaml.safe_load(grid if is_inline(grid) else Path(grid).read_text(encoding="utf-8")), where
     except OSError as err:
         raise SpecError(f"cannot be read ({err.strerror})", where=where, allowed="a YAML file, or {key: value, ...}",
                         next="benchmarks/grids holds examples") from err
     except yaml.YAMLError as err:
         raise SpecError(f"is not YAML: {err}", where=where) from err
-    products = values if isinstance(values, list) else [values]
+
+
+def cases_of(products: Sequence[object], where: str) -> tuple[Case, ...]:
+    """Each once."""
     if not products or not all(isinstance(product, dict) and product for product in products):
         raise SpecError("is no mapping, and no list of mappings", where=where, allowed=", ".join(_KEYS))
-    return tuple(dict.fromkeys(case for product in products for case in _cases(product, where)))
+    return tuple(dict.fromkeys(case for product in products for case in _cases(product, where)))  # type: ignore[arg-type]
 
 
 def _cases(product: Mapping[object, object], where: str) -> Iterable[Case]:

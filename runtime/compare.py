@@ -38,10 +38,10 @@ def check(out: Tensor, lse: Tensor | None, inputs: Inputs, *, label: str = "", r
     `label` names spec, variant, problem and seed; `rerun` is the command that repeats the failure.
     """
     judge = _Judge(label, rerun)
-    expected, expected_lse = reference(inputs.q, inputs.k, inputs.v, **inputs.keywords)
+    expected, expected_lse = reference(inputs.q, inputs.k, inputs.v, **inputs.meaning)
     judge.same_form("out", out, expected.shape, inputs.q.dtype)
     judge.same_specials("out", out, expected)
-    plain = lowprec(inputs.q, inputs.k, inputs.v, **inputs.keywords)
+    plain = lowprec(inputs.q, inputs.k, inputs.v, **inputs.meaning)
     out_error, out_allowed = judge.out_close(out, expected, plain)
     lse_error = 0.0
     if lse is not None:

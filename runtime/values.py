@@ -96,6 +96,9 @@ def _tiled(plan: Plan, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q
     the plan. UnsupportedError if the tiles are too many.
     """
     reach = max(seqlen_q, seqlen_kv)
+    top_left = top_left or dict(plan.spec).get("align") == "top_left"
+    # A score expression takes the scale in; what it gives is in natural units.
+    scale = 1.0 if any(p.name == "softmax_scale" for p in plan.params) else softmax_scale
     left, right = (reach if side < 0 else min(side, reach) for side in window)
     block_m, varlen = plan.constant("BLOCK_M"), _varlen(plan)
     # Varlen: what slots/layout/varlen.cuh.j2 sets aside, one tile per sequence beyond the floor, and one for the rest.
@@ -107,8 +110,8 @@ def _tiled(plan: Plan, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q
     return {
         "batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "num_heads_q": num_heads_q,
         "heads_per_kv_head": num_heads_q // num_heads_kv, "m_tiles": m_tiles, "num_tiles": num_tiles,
-        "scale_log2": softmax_scale * LOG2_E, "align_bottom_right": int(not top_left), "window_left": left,
-        "window_right": right, **strides,
+        "scale_log2": scale * LOG2_E, "softmax_scale": softmax_scale,
+        "align_bottom_right": int(not top_left), "window_left": left, "window_right": right, **strides,
     }
 
 

@@ -230,7 +230,8 @@ def test_packed_heads(spec: Spec, device: str) -> None:
 
 CALLS = [
     ("split", Problem(1, 200, 5000, 4, 4, 128, 128)), ("packed", Problem(2, 1, 5000, 32, 8, 128, 128)),
-    ("full", Problem(4, 700, 700, 24, 6, 128, 128)), ("causal", Problem(4, 700, 700, 24, 6, 64, 64, causal=True)), ("d256", Problem(3, 600, 700, 16, 4, 256, 256)),
+    ("full", Problem(4, 700, 700, 24, 6, 128, 128)), ("causal", Problem(4, 700, 700, 24, 6, 64, 64, causal=True)),
+    ("d256", Problem(3, 600, 700, 16, 4, 256, 256)),
     ("varlen", Problem(5, (1, 900, 17, 0, 2000), (1, 900, 17, 0, 2000), 24, 6, 128, 128, causal=True)),
 ]
 each_call = pytest.mark.parametrize("problem", [problem for _, problem in CALLS], ids=[name for name, _ in CALLS])

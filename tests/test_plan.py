@@ -13,6 +13,7 @@ from flashgen.codegen.plan import Plan, params_layout
 from flashgen.codegen.render import render
 from flashgen.codegen.smem import layout_regions
 from flashgen.codegen.spec import Roles, Spec, Tile
+from flashgen.codegen.spec_fields import EXTRA
 from flashgen.codegen.target import FEATURES, TARGETS
 from flashgen.codegen.tiles import TILES
 from flashgen.errors import PlanError, SpecError
@@ -160,7 +161,11 @@ CHANGES = {
     "roles": Roles(mma=8), "blocks_per_sm": 1, "q_operand": "shared",
 }
 FA3_CHANGES = {"family": "fa3", "q_stages": 2, "schedule": "overlap", "split": True, "pack_gqa": True}
-ONE_VALUE = {"pass", "score"}  # a second value must join CHANGES
+EXPRESSIONS = {  # test_variants.py compiles these
+    "score": {"score": "2 * score"}, "mask": {"mask": "kv_pos // 7 == q_pos // 7"}, "sink": {"sink": "per_head"},
+    "align": {"align": "top_left", "score": "score + q_pos"}, "normalize": {"normalize": "none", "lse": False},
+    "params": {"score": "gain * score", "params": {"gain": {"type": "float"}}}}
+ONE_VALUE = {"pass"}  # a second value must join CHANGES
 
 
 def test_every_spec_field_changes_the_cache_key():
@@ -173,8 +178,9 @@ def test_every_spec_field_changes_the_cache_key():
 
     base = BASE.with_(head_dim_qk=64, head_dim_v=64)
     names = {name for name, _ in base.fields()} | {"arch"}
-    assert names == CHANGES.keys() | FA3_CHANGES.keys() | ONE_VALUE
-    keys = {"base": key(base)} | {name: key(base.with_(**{name: value})) for name, value in CHANGES.items()}
+    assert names | set(EXTRA) == CHANGES.keys() | FA3_CHANGES.keys() | EXPRESSIONS.keys() | ONE_VALUE
+    keys = {name: key(base.with_(**changes)) for name, changes in EXPRESSIONS.items()}
+    keys |= {"base": key(base)} | {name: key(base.with_(**{name: value})) for name, value in CHANGES.items()}
     fa3 = base.with_(family="fa3", arch="sm_90a")
     keys |= {name: key(fa3.with_(**{name: value})) for name, value in FA3_CHANGES.items()}
     assert len(set(keys.values())) == len(keys)
