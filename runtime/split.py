@@ -85,7 +85,7 @@ def cut_tail(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv
     for place, count in Counter(places).items():
         last_row = min((m_tiles - place) * queries, seqlen_q) - 1
         last_key = last_row + (0 if top_left else seqlen_kv - seqlen_q) if cut.causal else seqlen_kv
-        # As num_parts in templates/fa3/units.cuh.j2 counts them.
+        # As num_parts in templates/fa3/unit_tiles.cuh.j2 counts them.
         lengths[max(min(last_key, seqlen_kv - 1), 0) // cut.keys + 1] += count
     rows = min(seqlen_q, queries) * (num_heads_q // num_heads_kv if cut.packed else 1)
     return split_tail(tiles, lengths, num_sms, rows * cut.part_row_bytes, cut.head_dim_v)

@@ -36,8 +36,6 @@ SYNCHRONISING = re.compile(
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "attend(p, smem, barriers);"):
         "with fewer registers the compiler spills, and the result is the same",
-    ("sync_warp();", "ring.wait_full(barriers + WORK_FULL);", "return first_lane(current().unit) >= 0;"):
-        "each lane has waited itself; it only brings them together early, which the shuffle would do as well",
 }
 
 
