@@ -43,7 +43,7 @@ def drawn(rng: random.Random, kind: str, count: int, depth: int = 3, special: bo
     return trees
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(texts(depth=3, special=False), st.integers(0, 2**16))
 def test_canonical_keeps_values(case: tuple[Any, str], seed: int) -> None:
     """Exactly, where sums and products are exact; with NaN and infinite scores too."""
