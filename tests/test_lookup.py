@@ -211,6 +211,18 @@ def test_sizes_decide_before_a_kernel_is_loaded(sizes: tuple[int, ...], variant:
     assert asked == [variant]
 
 
+@pytest.mark.parametrize("changes", [{"score": "2 * score"}, {"sink": "per_head"}, {"normalize": "none", "lse": False}])
+def test_variants_with_expressions_have_no_twins(changes: dict[str, Any]) -> None:
+    """So that calls of all sizes share a kernel."""
+    registry = Registry()
+    call = {"batch": 2, "seqlen_q": 1, "seqlen_kv": 4000, "num_heads_q": 32, "num_heads_kv": 8}
+    for given in (spec("fa3", **changes), flashgen.variant(**changes)):
+        asked = wanted(spec=registry.spec_handle(given))
+        assert registry.for_sizes(asked, EMULATED, call) == asked
+    registry._specs["both"] = (spec("fa3"), spec("fa3", **changes))
+    assert registry.for_sizes(wanted(spec="both"), EMULATED, call).pack_gqa
+
+
 # ---- what a call says of its tensors
 
 class Asked(Exception):
