@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.expr_tree import ScalarParam
 from flashgen.codegen.lower import lower
 from flashgen.codegen.mask import TileCounts, tile_counts, visible_pairs
 from flashgen.codegen.plan import Plan, registers_per_thread_max
 from flashgen.codegen.spec import Spec, load_specs, spec_path
 from flashgen.codegen.target import TARGETS, Device, Target
+from flashgen.codegen.tile_map import Question, pairs_of, tile_map
 from flashgen.codegen.warpgroup import RegisterNeed, register_need
 from flashgen.errors import UnsupportedError
 
@@ -126,6 +128,8 @@ class Explanation:
     traffic: Traffic
     roofline: Roofline
     variants: int            # of the file this one was taken from
+    unknown: tuple[str, ...] = ()  # what a mask reads and nobody said: tiles and pairs are upper bounds
+    pairs_exact: bool = True
 
     @property
     def target(self) -> Target:
@@ -166,12 +170,14 @@ def explain_plan(plan: Plan, spec: Spec, *, registers: int | None = None, varian
     if shape.window != (-1, -1) and not spec.window:
         raise UnsupportedError(f"window is {shape.window}, and {spec.variant} has none", where="problem",
                                allowed="a variant with `window: true`")
-    work = _work(plan, spec, shape, target)
+    seen = _seen(plan, spec, shape)
+    work = _work(plan, spec, shape, target, seen)
     traffic = _traffic(plan, spec, shape, work)
     registers_max = registers_per_thread_max(plan.launch.threads, plan.launch.min_blocks_per_sm, target)
     need = register_need(plan.constant("BLOCK_N"), plan.constant("MMA_COLS_V")) if plan.wgmma_shapes else None
     return Explanation(plan, shape, registers_max, registers, need, work, traffic,
-                       _roofline(work, traffic, target.device, bool(plan.wgmma_shapes)), variants)
+                       _roofline(work, traffic, target.device, bool(plan.wgmma_shapes)), variants, seen.unknown,
+                       seen.exact)
 
 
 def typical(specs: Sequence[Spec]) -> Spec:
@@ -179,12 +185,33 @@ def typical(specs: Sequence[Spec]) -> Spec:
     return max(specs, key=lambda spec: sum(getattr(spec, name) == value for name, value in TYPICAL.items()))
 
 
-def _work(plan: Plan, spec: Spec, shape: Shape, target: Target) -> Work:
-    window = (-1, 0) if spec.causal else shape.window
-    block_m, block_n = plan.constant("BLOCK_M"), plan.constant("BLOCK_N")
-    tiles = tile_counts(shape.seqlen_q, shape.seqlen_kv, block_m, block_n, window)
+@dataclass(frozen=True)
+class _Seen:
+    """What a mask leaves of one head and sequence."""
+
+    tiles: TileCounts
+    pairs: int
+    exact: bool = True
+    unknown: tuple[str, ...] = ()
+
+
+def _seen(plan: Plan, spec: Spec, shape: Shape) -> _Seen:
+    """Of a mask by expression, with the defaults of its parameters; what has none makes tiles count as masked."""
+    block_m, block_n, mask = plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), spec.expressions.mask
+    if mask is None:
+        window = (-1, 0) if spec.causal else shape.window
+        return _Seen(tile_counts(shape.seqlen_q, shape.seqlen_kv, block_m, block_n, window),
+                     visible_pairs(shape.seqlen_q, shape.seqlen_kv, window))
+    values = {param.name: param.default for param in spec.expressions.params if isinstance(param, ScalarParam)}
+    question = Question(mask, shape.seqlen_q, shape.seqlen_kv, spec.align == "top_left", values)
+    tiles = tile_map(question, block_m, block_n)
+    return _Seen(tiles.counts(), *pairs_of(question, tiles), tiles.unknown)
+
+
+def _work(plan: Plan, spec: Spec, shape: Shape, target: Target, seen: _Seen) -> Work:
+    block_m, block_n, tiles = plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), seen.tiles
     heads = shape.batch * shape.num_heads_q
-    pairs = heads * visible_pairs(shape.seqlen_q, shape.seqlen_kv, window)
+    pairs = heads * seen.pairs
     scores = heads * tiles.visited * block_m * block_n
     columns_issued = plan.constant("MMA_COLS_QK") + plan.constant("MMA_COLS_V")
     query_tiles = heads * tiles.query_tiles

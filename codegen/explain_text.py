@@ -52,6 +52,8 @@ def _head(e: Explanation) -> Iterator[str]:
     yield f"{plan.kernel_name}" + (f"   (1 of {e.variants} variants; --variant and --arch choose another)"
                                    if e.variants > 1 else "")
     mask = mask_choice(plan.spec_value("causal") is True, plan.spec_value("window") is True)
+    if "mask" in dict(plan.spec):
+        mask = f"mask {dict(plan.spec)['mask']}"
     yield (f"  q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {plan.constant('HEAD_DIM_QK')}, "
            f"k {shape.batch} x {shape.seqlen_kv} x {shape.num_heads_kv} x {plan.constant('HEAD_DIM_QK')}, "
            f"v ... x {plan.constant('HEAD_DIM_V')}, {plan.spec_value('dtype')}, "
@@ -144,9 +146,10 @@ def _work(e: Explanation) -> Iterator[str]:
              else f"{work.waves:.1f} per resident block")
     yield _row("query tiles", f"{work.query_tiles}", f"{tiles.query_tiles} per head * {e.shape.num_heads_q} heads * "
                f"{e.shape.batch} sequences; {waves}")
-    yield _row("KV tiles per head", f"{tiles.visited}", f"of {work.tiles_full_mask}; {tiles.masked} of them masked")
+    yield _row("KV tiles per head", f"{tiles.visited}", f"of {work.tiles_full_mask}; {tiles.masked} of them masked"
+               + (f"; at most: {', '.join(e.unknown)} unknown (flashgen check)" if e.unknown else ""))
     yield _row("FLOPs of visible pairs", si(work.flops, ""),
-               f"2 * (head_dim_qk + head_dim_v) * {si(work.pairs, 'pairs')}")
+               f"2 * (head_dim_qk + head_dim_v) * {'' if e.pairs_exact else 'at most '}{si(work.pairs, 'pairs')}")
     yield _row("FLOPs issued", si(work.flops_issued, ""), "whole tiles with their padding"
                + (f", {work.flops_issued / work.flops:.3g} x the visible ones" if work.flops else ""))
 

@@ -62,8 +62,8 @@ def _param(name: str, fields: object, where: str) -> Param:
         raise SpecError(f"is {type(fields).__name__}", where=where, allowed=_KINDS)
     kind = fields.get("type")
     if kind == "tensor":
-        _keys(fields, ("type", "dtype", "shape"), where)
-        return _tensor(name, fields.get("dtype"), fields.get("shape"), where)
+        _keys(fields, ("type", "dtype", "shape", "sorted"), where)
+        return _tensor(name, fields.get("dtype"), fields.get("shape"), fields.get("sorted", False), where)
     if not isinstance(kind, str) or kind not in ("int", "float", "bool"):
         known = ("int", "float", "bool", "tensor")
         close = difflib.get_close_matches(str(kind)[:MAX_NAME], known, n=1)
@@ -71,20 +71,25 @@ def _param(name: str, fields: object, where: str) -> Param:
                         where=f"{where}.type", allowed=", ".join(known), nearest=close[0] if close else "")
     _keys(fields, ("type", "default"), where)
     default = fields.get("default")
-    if default is None:
-        return ScalarParam(name, kind)  # type: ignore[arg-type]
-    if kind == "bool" and isinstance(default, bool):
-        return ScalarParam(name, "bool", default)
-    if kind == "int" and type(default) is int and INT_MIN <= default <= INT_MAX:
-        return ScalarParam(name, "int", default)
-    if kind == "float" and type(default) in (int, float) and -FLOAT_MAX <= default <= FLOAT_MAX:
-        return ScalarParam(name, "float", round_float(float(default)))
+    if default is not None:
+        default = as_scalar(kind, default, f"{where}.default")
+    return ScalarParam(name, kind, default)  # type: ignore[arg-type]
+
+
+def as_scalar(kind: str, value: object, where: str) -> int | float | bool:
+    """The value of a parameter of type `kind`; a float as the float32 that a kernel gets. Raises SpecError."""
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    if kind == "int" and type(value) is int and INT_MIN <= value <= INT_MAX:
+        return value
+    if kind == "float" and type(value) in (int, float) and -FLOAT_MAX <= value <= FLOAT_MAX:  # type: ignore[operator]
+        return round_float(float(value))  # type: ignore[arg-type]
     allowed = {"bool": "true or false", "int": f"a whole number, {INT_MIN} to {INT_MAX}",
                "float": "a finite number of at most 3.4e38 in size"}
-    raise SpecError(f"default is {str(default)[:MAX_NAME]!a}", where=f"{where}.default", allowed=allowed[kind])
+    raise SpecError(f"is {str(value)[:MAX_NAME]!a}", where=where, allowed=allowed[kind])
 
 
-def _tensor(name: str, dtype: object, shape: object, where: str) -> TensorParam:
+def _tensor(name: str, dtype: object, shape: object, is_sorted: object, where: str) -> TensorParam:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         close = difflib.get_close_matches(str(dtype)[:MAX_NAME], DTYPES, n=1)
         raise SpecError(f"dtype is {str(dtype)[:MAX_NAME]!a}", where=f"{where}.dtype", allowed=", ".join(DTYPES),
@@ -98,4 +103,7 @@ def _tensor(name: str, dtype: object, shape: object, where: str) -> TensorParam:
         close = difflib.get_close_matches(str(dim)[:MAX_NAME], DIMS, n=1)
         raise SpecError(f"shape holds {str(dim)[:MAX_NAME]!a}", where=f"{where}.shape",
                         allowed=f"{', '.join(DIMS)}, or a whole number from 1", nearest=close[0] if close else "")
-    return TensorParam(name, dtype, tuple(shape))
+    if is_sorted not in (False, True) or (is_sorted and dtype != "int32"):
+        raise SpecError(f"sorted is {str(is_sorted)[:MAX_NAME]}" + (f" for {dtype}" if is_sorted is True else ""),
+                        where=f"{where}.sorted", allowed="true or false; true for int32 only")
+    return TensorParam(name, dtype, tuple(shape), bool(is_sorted))

@@ -3,8 +3,8 @@
 Nothing of the user's text is printed: literals are written anew, parameters are members `user_NAME` of the kernel's
 parameters (NAME is checked: ASCII letters, digits, _), and all else comes from the caller's names. Special functions
 are those of ptx/math.cuh, so exp and sigmoid have a relative error of about 2^-21 plus |x| 2^-23, tanh 2^-21, and log
-an absolute one of 2^-22; the compiler may contract a product and a sum to one fma. CUDA_HELPERS holds what the text
-calls besides prelude.cuh.
+an absolute one of 2^-22; the compiler may contract a product and a sum to one fma. What the text calls is in
+flashgen/expression.cuh.
 """
 from __future__ import annotations
 
@@ -36,38 +36,16 @@ CUDA_NAMES: dict[str, str] = {
     "dim:seqlen_kv": "p.seqlen_kv", "dim:total_q": "seqlen_q", "dim:total_kv": "seqlen_kv", "begin:total_q": "q_begin",
     "begin:total_kv": "kv_begin", "size:total_q": "p.total_q", "size:total_kv": "p.total_kv",
 }
-CUDA_HELPERS = r"""
-// Arithmetic of ints wraps, as in numpy and torch; signed overflow in C++ would be undefined.
-FG_DEVICE int wrap_add(int a, int b) { return (int)((uint32_t)a + (uint32_t)b); }
-FG_DEVICE int wrap_sub(int a, int b) { return (int)((uint32_t)a - (uint32_t)b); }
-FG_DEVICE int wrap_mul(int a, int b) { return (int)((uint32_t)a * (uint32_t)b); }
-FG_DEVICE int abs_int(int a) { return a < 0 ? wrap_sub(0, a) : a; }
-
-// Quotient rounded down and the remainder that goes with it, which has the divisor's sign. Both are 0 for b = 0.
-FG_DEVICE int floor_div(int a, int b) {
-  if (b == 0) return 0;
-  if (b == -1) return wrap_sub(0, a);
-  return a / b - (a % b != 0 && (a % b < 0) != (b < 0));
+# The same in a kernel, where `work` is its place in the call. A packed tensor's rows are counted by p.seqlen_*.
+KERNEL_NAMES: dict[str, str] = CUDA_NAMES | {
+    "batch": "work.batch", "head_q": "work.head_q", "head_kv": "(work.head_q / p.heads_per_kv_head)",
+    "seqlen_q": "work.seqlen_q", "seqlen_kv": "work.seqlen_kv",
+    "dim:num_heads_kv": "(p.num_heads_q / p.heads_per_kv_head)", "dim:total_q": "work.seqlen_q",
+    "dim:total_kv": "work.seqlen_kv", "begin:total_q": "work.q_begin", "begin:total_kv": "work.kv_begin",
+    "size:total_q": "p.seqlen_q", "size:total_kv": "p.seqlen_kv",
 }
-FG_DEVICE int floor_mod(int a, int b) {
-  if (b == 0 || b == -1) return 0;
-  const int rest = a % b;
-  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
-}
-
-// The nearest index inside a dimension.
-FG_DEVICE int clamp_index(int i, int size) { return max_int(min_int(i, size - 1), 0); }
-
-FG_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + exp2_approx(x * -1.44269504f)); }
-
-// Below 0.625 an odd polynomial, since 1 - 2 / (e^2x + 1) cancels there; above, an e^2x of infinity gives 1.
-FG_DEVICE float tanh_accurate(float x) {
-  const float a = fabsf(x), s = x * x;
-  const float tail = 1.0f - 2.0f / (exp2_approx(a * 2.88539008f) + 1.0f);
-  const float p = fmaf(fmaf(fmaf(0.0151599031f, s, -0.0519202389f), s, 0.133075118f), s, -0.333322942f);
-  return a < 0.625f ? fmaf(x * s, p, x) : copysignf(tail, x);
-}
-"""
+# A part that kernels give to every score: kv_pos - q_pos as a float, without a conversion of its own.
+DISTANCE = Name("distance", "float", "part")
 _LOG2E, _LN2 = 1 / math.log(2), math.log(2)
 _ROW, _COLUMN, _UNIFORM = "row", "column", "uniform"
 _C_INFIX = {"add": ("+", 5), "mul": ("*", 6), "div": ("/", 6), "lt": ("<", 4), "le": ("<=", 4), "eq": ("==", 3),
@@ -121,7 +99,7 @@ class _Printer:
                 return PARAM_PREFIX + tree.name, _ATOM
             return (tree.name if tree.kind == "part" else self.names[tree.name]), _ATOM
         if isinstance(tree, Index):
-            return f"{PARAM_PREFIX}{tree.param.name}[{self.offset(tree)}]", _ATOM
+            return self.element(tree), _ATOM
         if tree.type == "int" and tree.op in ("add", "mul", "neg", "abs"):
             return self.int_arithmetic(tree)
         if tree.op in ("exp", "log"):
@@ -197,15 +175,15 @@ class _Printer:
                 factor, rest = scaled, build("mul", arg.args[1:], "float") if len(arg.args) > 2 else arg.args[1]
         return f"exp2_approx({self.text(rest, 6)} * {float_text(round_float(factor))}f)", _ATOM
 
-    def offset(self, tree: Index) -> str:
-        """Of the element in a contiguous tensor; 64 bits where there are two dimensions."""
-        shape = tree.param.shape
+    def element(self, tree: Index) -> str:
+        """Of a contiguous tensor. Where there are two dimensions, a row first, so that its place is worked out once."""
+        shape, name = tree.param.shape, PARAM_PREFIX + tree.param.name
         indices = [self.index(arg, dim) for arg, dim in zip(tree.args, shape, strict=True)]
         if len(indices) == 1:
-            return indices[0]
+            return f"{name}[{indices[0]}]"
         last = str(shape[1])
         width = last if isinstance(shape[1], int) else self.names[("size:" if _packed(last) else "dim:") + last]
-        return f"(int64_t)({indices[0]}) * {width} + {indices[1]}"
+        return f"({name} + (int64_t)({indices[0]}) * {width})[{indices[1]}]"
 
     def index(self, arg: Expr, dim: str | int) -> str:
         text = self.text(arg, 0)
@@ -213,7 +191,10 @@ class _Printer:
         own = {"num_heads_q": "head_q", "num_heads_kv": "head_kv", "batch": "batch"}.get(str(dim))
         if not ((isinstance(arg, Name) and arg.name == own) or (isinstance(arg, Const) and isinstance(dim, int))):
             text = f"clamp_index({text}, {size})"
-        return f"{self.names[f'begin:{dim}']} + {text}" if _packed(dim) else text
+        if not _packed(dim):
+            return text
+        # A sequence without rows may begin where the tensor ends.
+        return f"min_int({self.names[f'begin:{dim}']} + {text}, {self.names[f'size:{dim}']} - 1)"
 
 
 def _packed(dim: str | int) -> bool:
@@ -262,7 +243,7 @@ def _steps_fit(tree: Op) -> bool:
 def _depends(tree: Expr) -> str:
     """_UNIFORM, _ROW, _COLUMN, or "" for what hangs on both positions or on the score."""
     if isinstance(tree, Name):
-        return {"q_pos": _ROW, "kv_pos": _COLUMN, "score": ""}.get(tree.name, _UNIFORM)
+        return {"q_pos": _ROW, "kv_pos": _COLUMN, "score": "", DISTANCE.name: ""}.get(tree.name, _UNIFORM)
     kinds = {_depends(arg) for arg in tree.args} - {_UNIFORM}
     return _UNIFORM if not kinds else kinds.pop() if len(kinds) == 1 else ""
 

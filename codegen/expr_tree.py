@@ -49,18 +49,23 @@ class ScalarParam:
 
 @dataclass(frozen=True)
 class TensorParam:
-    """A contiguous tensor given at each call, of one or two dimensions: names from DIMS, or whole numbers from 1."""
+    """A contiguous tensor given at each call, of one or two dimensions: names from DIMS, or whole numbers from 1.
+
+    `sorted`: the caller promises that elements never fall along the last dimension (of each sequence, if packed), so
+    that the first and the last of a range bound it.
+    """
 
     name: str
     dtype: str
     shape: tuple[str | int, ...]
+    sorted: bool = False
 
     @property
     def type(self) -> Type:
         return DTYPES[self.dtype]
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+        return f"{self.name}: {'sorted ' * self.sorted}{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
 Param = Union[ScalarParam, TensorParam]  # noqa: UP007 (evaluated at import, by Python 3.10 too)

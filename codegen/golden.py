@@ -10,9 +10,10 @@ from pathlib import Path
 
 from flashgen.codegen.lower import lower
 from flashgen.codegen.render import render
-from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
+from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths, variant_spec_paths
 
 GENERATED = Path(__file__).resolve().parent.parent / "generated"
+GOLDEN_VARIANTS = ("window_sinks",)  # of those with expressions, one that has all kinds of parts
 GOLDEN_ARCH, GOLDEN_DTYPE, GOLDEN_HEAD_DIM = "sm_90", "bf16", 128
 
 
@@ -30,7 +31,7 @@ def golden_spec(path: Path) -> Spec:
 def golden_files() -> dict[str, str]:
     """File name -> text of everything that belongs in generated/."""
     files = {}
-    for path in shipped_spec_paths():
+    for path in (*shipped_spec_paths(), *(p for p in variant_spec_paths() if p.stem in GOLDEN_VARIANTS)):
         plan = lower(golden_spec(path))
         files[f"{plan.kernel_name}.cu"] = render(plan).text
         files[f"{plan.kernel_name}.plan.json"] = plan.to_json() + "\n"

@@ -61,9 +61,10 @@ CTYPES: dict[str, CType] = {
     "element_out": CType("Element*", "Q", 8),
     "f32_out": CType("float*", "Q", 8),
     "i32_out": CType("int32_t*", "Q", 8),
-    "f32_ptr": CType("const float*", "Q", 8),
     "tensor_map": CType("TensorMap", "128s", 128, 64),
     "i32_ptr": CType("const int32_t*", "Q", 8),
+    "f32_ptr": CType("const float*", "Q", 8),
+    "bool_ptr": CType("const bool*", "Q", 8),
     "i64": CType("int64_t", "q", 8),
     "i32": CType("int32_t", "i", 4),
     "f32": CType("float", "f", 4),
@@ -84,6 +85,7 @@ class TensorMap:
     box_rows: int
     swizzle_bytes: int   # of a row of the panel: 128, 64
     box_panels: int = 0
+    packed: bool = False  # [columns, heads of a kv head, rows, kv heads, batch]; whole rows, at most box_rows / heads
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,36 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A value that an expression's text reads by name."""
+
+    cuda_type: str
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A slot's expression in CUDA. `rest` gives the value for one score and reads the parts, which are computed before:
+    `uniform` once a tile, `row` for each query row, `column` for each key. `whole` is all of it in one.
+
+    Of masks, `tile_class` gives what a tile's rows may see (templates/include/flashgen/span.cuh). One that is an
+    interval has instead bounds of its `first` key and its `last`.
+    """
+
+    slot: str
+    about: str
+    uniform: tuple[Part, ...] = ()
+    row: tuple[Part, ...] = ()
+    column: tuple[Part, ...] = ()
+    rest: str = ""
+    whole: str = ""
+    tile_class: str = ""
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     variant: str                             # the kernel's name without its target
     target: str
@@ -134,6 +166,7 @@ class Plan:
     register_usage_level: int | None = None  # ptxas --register-usage-level, None: its default
     notes: tuple[str, ...] = ()              # why this tile, who measured it
     allowed_spill_bytes: int = 0
+    expressions: tuple[Expression, ...] = ()
 
     @property
     def compiler_options(self) -> tuple[str, ...]:
@@ -160,7 +193,10 @@ class Plan:
         return struct.calcsize(self.params_format())
 
     def to_dict(self) -> dict:
-        return dataclasses.asdict(self)
+        raw = dataclasses.asdict(self)
+        if not self.expressions:
+            del raw["expressions"]
+        return raw
 
     def to_json(self) -> str:
         """Stable text: same plan, same bytes."""
@@ -175,6 +211,9 @@ class Plan:
             raw[key] = tuple(kind(**row) for row in raw[key])
         for key in ("spec", "slots", "flags"):
             raw[key] = tuple((name, _freeze(value)) for name, value in raw[key])
+        raw["expressions"] = tuple(
+            Expression(**row | {key: tuple(Part(**part) for part in row[key]) for key in ("uniform", "row", "column")}
+                       | {key: tuple(row[key]) for key in ("first", "last")}) for row in raw.get("expressions", ()))
         raw["launch"] = Launch(**raw["launch"])
         raw["notes"] = tuple(raw["notes"])
         return cls(**raw)

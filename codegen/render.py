@@ -12,7 +12,7 @@ import jinja2
 import jinja2.sandbox
 
 from flashgen.codegen.plan import CTYPES, Plan
-from flashgen.codegen.slots import MASKS, KvLoop
+from flashgen.codegen.slots import EXPRESSION_FLAGS, MASKS, KvLoop
 from flashgen.codegen.source import Source
 from flashgen.codegen.wgmma import HEADER as WGMMA_HEADER
 from flashgen.codegen.wgmma import render_wgmma
@@ -36,8 +36,9 @@ def render(plan: Plan) -> Source:
     """The CUDA text of a plan with the headers it reaches. Same plan, same bytes. Raises TemplateError."""
     try:
         template = environment().get_template(plan.template)
-        text = template.render(plan=_view(plan), flags=dict(plan.flags),
-                               kv_loops=_kv_loops(plan),
+        text = template.render(plan=_view(plan), flags=_flags(plan), kv_loops=_kv_loops(plan),
+                               **{slot: next((e for e in plan.expressions if e.slot == slot), None)
+                                  for slot in ("score", "mask")},
                                slot_files=[f"slots/{slot}/{choice}.cuh.j2" for slot, choice in plan.slots])
     except jinja2.TemplateError as error:
         where = f"{getattr(error, 'filename', None) or plan.template}:{getattr(error, 'lineno', 0) or 0}"
@@ -60,6 +61,13 @@ def plan_and_source(spec: Spec) -> tuple[Plan, Source]:
 
     plan = lower(spec)
     return plan, render(plan)
+
+
+def _flags(plan: Plan) -> dict[str, bool]:
+    """The plan's flags, those that only variants with expressions have, and the opposites that stand for an else."""
+    flags = dict.fromkeys(EXPRESSION_FLAGS, False) | dict(plan.flags)
+    flags |= {opposite: not flags[flag] for flag, opposite in EXPRESSION_FLAGS.items() if opposite}
+    return flags | {"ranged_and_poisonable": flags["ranged"] and flags.get("poisonable", False)}
 
 
 def _view(plan: Plan) -> dict[str, object]:

@@ -5,10 +5,15 @@ A slot's contract is the set of device functions its files define:
           lse_offset, each of (p, work)
   mask    KeyRange visible_keys(p, q_pos, seqlen_q, seqlen_kv), an interval that never moves left as q_pos grows;
           bool sees(keys, kv_pos), of that interval and a position, both counted from the same place
+          (expression) int tile_class(p, work, first_row, last_row, tile), what of a tile the rows see;
+          void hide_scores(s, p, work, row, kv_pos); RowSight and holds(sight, kv_pos), for single keys
   score   void modify_scores(s, p, head_q, q_pos, kv_pos)
+          (expression) void change_scores(s, p, work, row, kv_pos)
   order   (persistent grids) int next_unit(p, unit), known to lane 0, and int ordered_tile(p, tile): which comes when
   cache   (flashmla) CacheRow cache_row(p, request, key): the page of a key and its row in it
   copy    (flashmla) struct CacheCopy, which copies tiles of keys: find, start and flush, by each of COPY_WARPS warps
+  rows    (fa3) what the rows of query tiles are: group_queries(p) of a warpgroup, rows_per_query(p); of row r
+          query_of_row(p, r), out_row and lse_place(p, work, r); load_query_rows(p, tile, barrier, work, first query)
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
@@ -64,6 +69,8 @@ MASKS: dict[str, MaskChoice] = {
             Param("window_right", "i32", "keys visible after the diagonal, likewise"),
         ),
     ),
+    "interval": MaskChoice({"fa2": (_RIGHT, _WHOLE, _LEFT), "fa3": (_UP_LEFT, _UP_WHOLE, _UP_RIGHT)}, (_ALIGN,)),
+    "expression": MaskChoice({"fa2": (), "fa3": ()}, (_ALIGN,)),  # tiles are found by class, not by bounds
 }
 
 LAYOUTS: dict[str, tuple[Param, ...]] = {
@@ -74,19 +81,42 @@ LAYOUTS: dict[str, tuple[Param, ...]] = {
     ),
 }
 
-SCORES: dict[str, tuple[Param, ...]] = {"none": ()}
+SCORES: dict[str, tuple[Param, ...]] = {
+    "none": (),
+    "expression": (Param("softmax_scale", "f32", "of scores, before the expression"), _ALIGN),
+}
+
+# What only variants with expressions have, and the name of the opposite: flags of the skeletons.
+EXPRESSION_FLAGS = {
+    "changed": "unchanged",  # scores, by an expression
+    "walked": "ranged",      # tiles of keys are found by class; or they are ranges
+    "summed": "normalized",  # weights are the scores themselves; or a softmax
+    "sink": "",
+    "bounded": "",           # keys by an expression, which is an interval
+    "names_batch": "",       # an expression asks which sequence it is
+}
 
 ORDERS: dict[str, tuple[Param, ...]] = {
     "in_order": (),
     "longest_first": (Param("heads_per_section", "i32", "query heads whose keys and values L2 holds together"),
-                      Param("heads_at_the_end", "i32", "in the last section; the others are a multiple of a section")),
-    "tickets": (),
+                      Param("heads_before_the_end", "i32", "in whole sections"),
+                      Param("heads_at_the_end", "i32", "in the last section")),
 }
 
-SLOTS: dict[str, tuple[str, ...]] = {"layout": tuple(LAYOUTS), "score": tuple(SCORES), "mask": tuple(MASKS),
-                                     "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "cache": ("dense", "pages"),
-                                     "copy": ("boxes", "rows")}
+ROWS: dict[str, tuple[Param, ...]] = {
+    "plain": (),
+    "packed": (Param("group_queries", "i32", "of a warpgroup: as many as fit into 64 rows, with all heads"),),
+}
+
+SLOTS: dict[str, tuple[str, ...]] = {"layout": (*LAYOUTS, "packed"), "rows": tuple(ROWS), "score": tuple(SCORES),
+                                     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS),
+                                     "cache": ("dense", "pages"), "copy": ("boxes", "rows")}
 
 
 def mask_choice(causal: bool, window: bool) -> str:
     return "window" if window else "causal" if causal else "full"
+
+
+def tiled_as(mask: str) -> str:
+    """The mask whose row of the tile table serves this one."""
+    return "window" if mask in ("interval", "expression") else mask

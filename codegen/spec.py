@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from flashgen.codegen import spec_expr
 from flashgen.codegen.spec_docs import fields_markdown, json_schema
 from flashgen.codegen.spec_fields import (
     Roles,
@@ -35,7 +36,7 @@ from flashgen.codegen.yaml_tree import Node, from_python, read_yaml, show_path
 from flashgen.errors import SpecError
 
 __all__ = ["MAX_VARIANTS", "Roles", "Spec", "SpecFile", "Tile", "fields_markdown", "json_schema", "load_specs",
-           "shipped_spec_paths", "spec_path", "specs_from_mapping"]
+           "shipped_spec_paths", "spec_path", "specs_from_mapping", "variant_spec_paths"]
 
 MAX_VARIANTS = 4096  # of the product before `exclude`
 
@@ -70,14 +71,20 @@ class _Override(NamedTuple):
 
 
 def shipped_spec_paths() -> tuple[Path, ...]:
-    """The spec files that come with flashgen, sorted by name."""
+    """The spec files whose kernels serve any call, sorted by name."""
     return tuple(sorted((Path(__file__).resolve().parent.parent / "specs").glob("*.yaml")))
+
+
+def variant_spec_paths() -> tuple[Path, ...]:
+    """The spec files that come with flashgen for calls that name them, sorted by name."""
+    return tuple(sorted((Path(__file__).resolve().parent.parent / "specs" / "variants").glob("*.yaml")))
 
 
 def spec_path(spec: str | os.PathLike[str]) -> Path:
     """A path as it is given; where nothing is there, the shipped file of this name, with or without .yaml."""
     path = Path(spec)
-    named = [] if path.exists() else [p for p in shipped_spec_paths() if os.fspath(spec) in (p.name, p.stem)]
+    named = [] if path.exists() else [p for p in (*shipped_spec_paths(), *variant_spec_paths())
+                                         if os.fspath(spec) in (p.name, p.stem)]
     return named[0] if named else path
 
 
@@ -87,7 +94,7 @@ def load_specs(path: str | os.PathLike[str]) -> SpecFile:
     try:
         root, problems = read_yaml(file)
     except FileNotFoundError:
-        near = {p.name: p for p in (*shipped_spec_paths(), *_files_beside(file))}
+        near = {p.name: p for p in (*shipped_spec_paths(), *variant_spec_paths(), *_files_beside(file))}
         raise SpecError("no such file", where=show_path(file), allowed="a YAML file with spec fields",
                         nearest=show_path(near[name]) if (name := closest(file.name, near)) else "") from None
     specs = _specs(root, problems)
@@ -149,10 +156,11 @@ def _finish(kept: list[dict[str, _Choice]], overrides: list[_Override]) -> tuple
         try:
             spec = Spec(**{name: choice.value for name, choice in choices.items()})
         except SpecError as error:  # a rule between fields: `where` names the one to point at, or a part of it
-            field, *part = error.where.split(".")[1:]
+            place, _, column = error.where.partition(":")
+            field, *part = place.split(".")[1:]
             where, _ = _locate(choices[field].node, tuple(part), False)
-            raise SpecError(error.what, where=where, allowed=error.allowed, nearest=error.nearest,
-                            next=error.next) from None
+            raise SpecError(error.what, where=where + (f":{column}" if column else ""), allowed=error.allowed,
+                            nearest=error.nearest, next=error.next) from None
         key = (spec.variant, spec.arch)
         if key in seen:
             blame = next(iter((*change.values(), *seen[key].values(), choices["head_dim_v"])))
@@ -160,6 +168,10 @@ def _finish(kept: list[dict[str, _Choice]], overrides: list[_Override]) -> tuple
                             allowed="each variant once", next="exclude one of the two")
         seen[key] = change
         specs.append(spec)
+    for name in spec_expr.unused(tuple(specs)):
+        where, _ = _locate(kept[0]["params"].node, (name,), True)
+        raise SpecError(f"parameter {name} is read by no variant", where=where, allowed="parameters that are used",
+                        next="use it in score or mask, or leave it out")
     return tuple(specs)
 
 
@@ -265,7 +277,13 @@ class _Reader:
         if node.value is None and row.nullable:
             return _Choice(None, node)
         try:
-            return _Choice(_adapter(row.name).validate_python(_plain(node)), node)
+            value = _whole(node) if row.name == "params" else _plain(node)
+            return _Choice(_adapter(row.name).validate_python(value), node)
+        except SpecError as error:  # of a parameter: `where` is Spec.params.name.key
+            where, note = _locate(node, tuple(error.where.split(".")[2:]), False)
+            self.problems.append(SpecError(error.what + note, where=where, allowed=error.allowed,
+                                           nearest=error.nearest, next=error.next))
+            return None
         except ValidationError as error:
             self.problems += problems_of(error, functools.partial(_locate, node), row.name)
             return None
@@ -289,9 +307,18 @@ def _plain(node: Node) -> Any:
     return scalar(node.value)
 
 
+def _whole(node: Node) -> Any:
+    """A value of any depth without places."""
+    if isinstance(node.value, dict):
+        return {key: _whole(entry.node) for key, entry in node.value.items()}
+    return [_whole(item) for item in node.value] if isinstance(node.value, list) else node.value
+
+
 def _locate(node: Node, loc: tuple[str, ...], key: bool) -> tuple[str, str]:
-    """(where, note) of a part of a value, or of its key; of the whole value if the part is missing."""
+    """(where, note) of a part of a value, or of its key; of the innermost that there is if the part is missing."""
     entry = node.value.get(loc[0]) if loc and isinstance(node.value, dict) else None
     if entry is None:
         return node.where, node.note
+    if len(loc) > 1:
+        return _locate(entry.node, loc[1:], key)
     return (entry.where, "") if key else (entry.node.where, entry.node.note)

@@ -41,14 +41,14 @@ def _value(row: Row) -> dict[str, Any]:
         schema = _mapping(parts, required=list(parts))
     if row.nullable:
         schema = {"anyOf": [schema, {"type": "null"}]}
-    default = {} if row.required else {"default": row.default}
+    default = {} if row.required else {"default": row.default or {} if row.name == "params" else row.default}
     about = row.about + (f" [{row.unit}]" if row.unit else "") + (f" (only {row.family})" if row.family else "")
     return {"description": about, **default, **schema}
 
 
 def _value_or_list(row: Row) -> dict[str, Any]:
     value = _value(row)
-    if row.name == "name":  # names the file's kernels, so there is one
+    if row.name in ("name", "params"):  # the same for all of a file
         return value
     about: dict[str, Any] = {key: value.pop(key) for key in ("description", "default") if key in value}
     return {**about, "anyOf": [value, {"type": "array", "items": value, "minItems": 1, "uniqueItems": True}]}
@@ -59,7 +59,7 @@ def fields_markdown() -> str:
     lines = [_HEAD, "| field | meaning | unit | allowed | default | family |", "|---|---|---|---|---|---|"]
     for top in rows():
         for row in (top, *top.parts):
-            default = "required" if row.required else "" if row.default is None else show(row.default)
+            default = "required" if row.required else "" if row.default in (None, ()) else show(row.default)
             cells = (f"`{row.name}`", row.about, row.unit, "see below" if row.parts else allowed(row), default,
                      row.family)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

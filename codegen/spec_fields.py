@@ -12,10 +12,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 
-from flashgen.codegen import spec_rules
+from flashgen.codegen import spec_expr, spec_rules
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.expr import MAX_TEXT
+from flashgen.codegen.expr_tree import DIMS
 from flashgen.codegen.target import TARGETS
 from flashgen.codegen.yaml_tree import Trap
 from flashgen.errors import SpecError
@@ -30,13 +41,15 @@ else:
     FamilyName = Literal[tuple(spec_rules.FAMILIES)]
 
 MAX_HEAD_DIM = 576  # of any family; most stop at spec_rules.FORWARD_HEAD_DIMS
+EXTRA = ("mask", "params", "align", "sink", "normalize")  # absent from Spec.fields() at their defaults
 NAME_PATTERN = r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$"  # no double underscore: C++ reserves those
 
 
 def _row(about: str, unit: str = "", *, override: bool = False, family: str = "", others: str = "",
-         **limits: Any) -> Any:
-    """`family`: the only one that has the field; `others` is why the others have it not."""
-    extra: dict[str, Any] = {"unit": unit, "override": override, "family": family, "others": others}
+         words: str = "", **limits: Any) -> Any:
+    """`family`: the only one that has the field; `others` is why the others have it not. `words`: what is allowed,
+    where the limits do not say it."""
+    extra: dict[str, Any] = {"unit": unit, "override": override, "family": family, "others": others, "words": words}
     return Field(description=about, json_schema_extra=extra, **limits)
 
 
@@ -77,7 +90,27 @@ class Spec(_Frozen):
     page_size: Annotated[Literal[1, 64] | None, _row(
         "64: pages of any multiple of 64 rows, copied as boxes; 1: rows copied one by one, whatever the page",
         "rows", family="flashmla", others="its keys lie in one piece")] = None
-    score: Annotated[Literal["none"], _row("change of the scores before the mask")] = "none"
+    score: Annotated[str, _row(
+        "what becomes of a score, already scaled, before the mask: softcap * tanh(score / softcap)",
+        words="an expression of score, q_pos, kv_pos, batch, head_q, head_kv, seqlen_q, seqlen_kv and params; or none",
+        max_length=MAX_TEXT)] = "none"
+    mask: Annotated[str, _row(
+        "which keys a query sees, in place of causal and window: kv_pos <= q_pos or kv_pos < prefix",
+        words="an expression of q_pos, kv_pos, batch, head_q, head_kv, seqlen_q, seqlen_kv and params; or none",
+        max_length=MAX_TEXT)] = "none"
+    params: Annotated[Any, BeforeValidator(spec_expr.checked_params), PlainSerializer(
+        spec_expr.plain_params, when_used="json"), _row(
+        "what expressions read of each call, by name. A tensor's dims are numbers or " + ", ".join(DIMS)
+        + "; sorted: true promises an int32 tensor whose last dim never falls",
+        words="{name: {type: int, float or bool, default: ...}} or {name: {type: tensor, dtype: ..., shape: [...]}}",
+    )] = ()
+    align: Annotated[Literal["bottom_right", "top_left"], _row(
+        "where q_pos counts from in expressions: the last query stands at the last key, or the first at the first"
+    )] = "bottom_right"
+    sink: Annotated[Literal["none", "per_head"], _row(
+        "per_head: a logit for each query head, parameter sink, that joins the denominator and lse")] = "none"
+    normalize: Annotated[Literal["softmax", "none"], _row(
+        "none: the weight of a visible key is its score itself, after the expression; needs lse: false")] = "softmax"
     lse: Annotated[bool, _row("the kernel can write lse")] = True
     batch_invariant: Annotated[bool, _row("a request's bits do not depend on its neighbours in the batch")] = False
     tile: Annotated[Tile | None, _row("block tile; nothing means that the plan decides", override=True)] = None
@@ -100,6 +133,9 @@ class Spec(_Frozen):
     split: Annotated[bool, _row(
         "cut the last, incomplete wave of query tiles along the keys, so that no SM idles, and merge the parts",
         family="fa3", others="its grid is one block per query tile")] = False
+    pack_gqa: Annotated[bool, _row(
+        "the query heads of a kv head, 64 at most, share query tiles: for few queries, so that keys are read once",
+        family="fa3", others="its query tiles are of one head")] = False
 
     @model_validator(mode="wrap")
     @classmethod
@@ -152,14 +188,31 @@ class Spec(_Frozen):
             (self.q_stages, f"q{self.q_stages}"),
             (self.schedule, f"{self.schedule}"),
             (self.split, "split"),
+            (self.pack_gqa, "packed"),
+            (self.align != "bottom_right", "topleft"),
+            (self.sink != "none", "sink"),
+            (self.normalize != "softmax", "sum"),
+            (self.expressions, f"x{self.expressions.digest}"),
         ]
         return "_".join(text for present, text in parts if present)
 
+    @property
+    def expressions(self) -> spec_expr.Expressions:
+        return spec_expr.expressions(self)
+
     def fields(self) -> tuple[tuple[str, object], ...]:
-        """(YAML name, value) in table order without arch; tile and roles as tuples of pairs, or None."""
-        def plain(value: object) -> object:
-            return tuple(value) if isinstance(value, BaseModel) else value
-        return tuple((row.name, plain(getattr(self, row.attribute))) for row in rows() if row.name != "arch")
+        """(YAML name, value) in table order without arch; tile and roles as tuples of pairs, or None. Expressions in
+        canonical form; what only variants with expressions have is left out of the others."""
+        trees = self.expressions
+        texts = {name: tree.text for name, tree in (("score", trees.score), ("mask", trees.mask)) if tree is not None}
+
+        def plain(row: Row) -> object:
+            value = getattr(self, row.attribute)
+            if row.name == "params":
+                return tuple(map(str, trees.params))
+            return texts.get(row.name, tuple(value) if isinstance(value, BaseModel) else value)
+        found = ((row, plain(row)) for row in rows() if row.name != "arch")
+        return tuple((row.name, value) for row, value in found if row.name not in EXTRA or value != row.default)
 
     def with_(self, **changes: Any) -> Spec:
         """A checked copy. A head_dim_v equal to head_dim_qk follows it, unless it is named too. Raises SpecError."""
@@ -183,6 +236,7 @@ class Row:
     override: bool
     family: str = ""  # the only family that has it
     others: str = ""  # why the others have it not
+    words: str = ""   # what is allowed, where the schema does not say it
     parts: tuple[Row, ...] = ()
 
     @property
@@ -203,10 +257,10 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[Row]:
         value = next(s for s in prop.get("anyOf", [prop]) if s.get("type") != "null")
         models: dict[str, type[BaseModel]] = {"Tile": Tile, "Roles": Roles}
         inner = models.get(value.get("$ref", "").rpartition("/")[2])
-        limits = {"type": "object"} if inner else {
+        limits = {"type": "object"} if inner or name == "params" else {
             key: value[key] for key in _LIMITS if key in value}
         yield Row(prefix + name, attribute, prop["description"], prop["unit"], limits, info.is_required(),
-                  info.default, prop["override"], prop["family"], prop["others"],
+                  info.default, prop["override"], prop["family"], prop["others"], prop["words"],
                   tuple(_rows(inner, f"{name}.")) if inner else ())
 
 
@@ -231,6 +285,8 @@ def choices(row: Row) -> list[Any] | None:
 def allowed(row: Row) -> str:
     """The allowed values in words, from the same limits that pydantic checks."""
     schema = row.schema
+    if row.words:
+        return row.words
     if row.parts:
         return "{" + ", ".join(f"{p.name.rpartition('.')[2]}: {allowed(p)}" for p in row.parts) + "}"
     if "minimum" in schema:
@@ -245,7 +301,7 @@ def nearest(row: Row, value: object) -> str:
     """The allowed value nearest to a refused one, or an empty string where nothing is near."""
     if isinstance(value, Trap):
         value = value.text if row.schema["type"] == "string" else value.read
-    if row.parts or type(value) not in (bool, int, float, str):
+    if row.parts or row.words or type(value) not in (bool, int, float, str):
         return ""
     if row.schema["type"] == "integer":
         return _nearest_number(choices(row) or [], value)

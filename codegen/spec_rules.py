@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flashgen.codegen import spec_expr
 from flashgen.codegen.target import FEATURES, TARGETS
 from flashgen.codegen.warpgroup import MAX_WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_WARPS
 from flashgen.errors import SpecError
@@ -187,6 +188,15 @@ def _split(spec: Spec) -> SpecError | None:
     return None
 
 
+def _packed(spec: Spec) -> SpecError | None:
+    if not spec.pack_gqa or not (spec.window or spec.kv_layout == "varlen"):
+        return None
+    name, value = ("window", "true") if spec.window else ("kv_layout", "varlen")
+    return SpecError(f"pack_gqa is true together with {name} {value}", where="Spec.pack_gqa", allowed="false",
+                     nearest="pack_gqa: false",
+                     next=f"when both are lists, add `- {{{name}: {value}, pack_gqa: true}}` to exclude")
+
+
 def _words(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers))
 
@@ -209,4 +219,13 @@ RULES: tuple[Rule, ...] = (
     Rule("fa3: `schedule: pingpong` needs two mma warpgroups or more.", _turns),
     Rule("fa3: `split: true` excludes `batch_invariant: true`, `window: true` and `kv_layout: varlen`, which split "
          "nothing.", _split),
+    Rule("fa3: `pack_gqa: true` excludes `window: true` and `kv_layout: varlen`.", _packed),
+    Rule("`score` and `mask` are expressions of known names and right types; `sink` is no parameter's name where it is "
+         "`per_head`.", spec_expr.readable),
+    Rule("Tensor parameters have dims `total_q`, `total_kv` with `kv_layout: varlen` only, `seqlen_q`, `seqlen_kv` "
+         "without it.", spec_expr.shapes),
+    Rule("A `mask` excludes `causal` and `window`.", spec_expr.one_mask),
+    Rule("`align: top_left` needs an expression, and neither `causal` nor `window`.", spec_expr.alignment),
+    Rule("`normalize: none` needs `lse: false` and excludes `sink`.", spec_expr.unnormalized),
+    Rule("`split: true` and `pack_gqa: true` exclude `score`, `mask`, `sink` and `normalize`.", spec_expr.whole),
 )

@@ -12,21 +12,27 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from flashgen.codegen.explain import explain
     from flashgen.codegen.spec import Spec, load_specs
+    from flashgen.runtime.block_map import block_map, unpack_bits
     from flashgen.runtime.lookup import load_bundle
     from flashgen.runtime.mla import MlaSchedule, mla_decode, mla_schedule
     from flashgen.runtime.ops import attention
+    from flashgen.runtime.variant import variant
 
-__all__ = ["MlaSchedule", "Spec", "attention", "explain", "load_bundle", "load_specs", "mla_decode", "mla_schedule"]
+__all__ = ["MlaSchedule", "Spec", "attention", "block_map", "explain", "load_bundle", "load_specs", "mla_decode",
+           "mla_schedule", "unpack_bits", "variant"]
 
 _HOMES = {
     "MlaSchedule": "flashgen.runtime.mla",
     "Spec": "flashgen.codegen.spec",
     "attention": "flashgen.runtime.ops",
+    "block_map": "flashgen.runtime.block_map",
     "explain": "flashgen.codegen.explain",
     "load_bundle": "flashgen.runtime.lookup",
     "load_specs": "flashgen.codegen.spec",
     "mla_decode": "flashgen.runtime.mla",
     "mla_schedule": "flashgen.runtime.mla",
+    "unpack_bits": "flashgen.runtime.block_map",
+    "variant": "flashgen.runtime.variant",
 }
 
 

@@ -23,6 +23,7 @@
 //   q_stages: None
 //   schedule: None
 //   split: False
+//   pack_gqa: False
 // slots
 //   layout: dense
 //   score: none

@@ -23,9 +23,11 @@
 //   q_stages: None
 //   schedule: None
 //   split: False
+//   pack_gqa: False
 // slots
 //   layout: dense
 //   coordinates: dense
+//   rows: plain
 //   score: none
 //   mask: causal
 //   order: longest_first
@@ -127,9 +129,10 @@ struct Params {
   int32_t heads_per_kv_head;  // num_heads_q / num_heads_kv
   int32_t m_tiles;  // query tiles per head and sequence
   float scale_log2;  // softmax_scale * log2(e)
-  int32_t num_tiles;  // query tiles, over all heads and sequences
+  int32_t num_units;  // of work: query tiles of all heads and sequences, or parts
   int32_t heads_per_section;  // query heads whose keys and values L2 holds together
-  int32_t heads_at_the_end;  // in the last section; the others are a multiple of a section
+  int32_t heads_before_the_end;  // in whole sections
+  int32_t heads_at_the_end;  // in the last section
   int32_t align_bottom_right;  // 1: the last query is aligned with the last key; 0: first with first
 };
 static_assert(sizeof(Params) == 704, "the host packs exactly these bytes");
@@ -142,6 +145,7 @@ static_assert(SMEM_K - SMEM_Q >= Q_STAGES * WARPGROUPS * QueryTile::BYTES, "map 
 static_assert(SMEM_V - SMEM_K >= NUM_STAGES * KeyTile::BYTES, "map and tiles agree");
 static_assert(SMEM_WORK - SMEM_V >= NUM_STAGES * ValueTile::BYTES, "map and tiles agree");
 static_assert(SMEM_BYTES > SMEM_BARRIERS && HEAD_DIM_QK <= SMEM_COLS_QK, "map and tiles agree");
+static_assert(BLOCK_M == 64 * WARPGROUPS, "each has 64 rows");
 
 // layout: dense. q [batch, seqlen_q, num_heads_q, head_dim_qk], k and v likewise; lse [batch, num_heads_q, seqlen_q].
 struct Work {
@@ -182,6 +186,19 @@ FG_DEVICE int map_q_row(const Work& w) { return 0; }
 FG_DEVICE int map_kv_row(const Work& w) { return 0; }
 FG_DEVICE int map_batch(const Work& w) { return w.batch; }
 
+// rows: plain. Row r of a head is its query r; a warpgroup has 64 of them.
+FG_DEVICE int group_queries(const Params& p) { return 64; }
+FG_DEVICE int rows_per_query(const Params& p) { return 1; }
+FG_DEVICE int query_of_row(const Params& p, int row) { return row; }
+FG_DEVICE Element* out_row(const Params& p, const Work& w, int row) { return out_rows(p, w) + row * p.out_row_stride; }
+FG_DEVICE int64_t lse_place(const Params& p, const Work& w, int row) { return lse_offset(p, w) + row; }
+
+// Starts the copy of a warpgroup's rows. By one thread.
+template <class Tile>
+FG_DEVICE void load_query_rows(const Params& p, unsigned char* tile, uint64_t* full, const Work& w, int query) {
+  load_panels<Tile>(tile, &p.q_map, full, map_q_row(w) + query, w.head_q, map_batch(w), EVICT_FIRST);
+}
+
 // score: none. Scores go to the softmax as the product left them.
 template <int M, int N>
 FG_DEVICE void modify_scores(float (&s)[M][N][4], const Params& p, int head_q, int q_pos, int kv_pos) {}
@@ -200,11 +217,9 @@ FG_DEVICE bool sees(KeyRange keys, int col) { return col <= keys.last; }
 // that the grid ends with short tiles.
 FG_DEVICE int next_unit(const Params& p, int unit) { return gridDim.x + draw_ticket(p.counters); }
 FG_DEVICE int ordered_tile(const Params& p, int tile) {
-  const int heads = p.batch * p.num_heads_q;
-  const int last_begin = heads - p.heads_at_the_end;
-  const int section = min_int(tile / (p.heads_per_section * p.m_tiles), last_begin / p.heads_per_section);
+  const int section = min_int(tile / (p.heads_per_section * p.m_tiles), p.heads_before_the_end / p.heads_per_section);
   const int first_head = section * p.heads_per_section;
-  const int heads_here = first_head < last_begin ? p.heads_per_section : p.heads_at_the_end;
+  const int heads_here = first_head < p.heads_before_the_end ? p.heads_per_section : p.heads_at_the_end;
   const int place = tile - first_head * p.m_tiles;
   return (first_head + place % heads_here) * p.m_tiles + place / heads_here;
 }
@@ -226,16 +241,23 @@ struct Assignment {
 };
 static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(Assignment), "map and tiles agree");
 
-// Units of work: the tiles, of which those past `full_tiles` count once for each part.
-FG_DEVICE int num_units(const Params& p) { return p.num_tiles; }
-FG_DEVICE int tile_of_unit(const Params& p, int unit) { return unit; }
-
-// Tiles with keys that the rows [first_row, first_row + rows) of a sequence see.
-FG_DEVICE KvTiles tiles_of_rows(const Params& p, const Work& w, int first_row, int rows) {
-  const int last_row = min_int(first_row + rows, w.seqlen_q) - 1;
-  return kv_tiles<BLOCK_N>(visible_keys(p, first_row, w.seqlen_q, w.seqlen_kv),
-                           visible_keys(p, last_row, w.seqlen_q, w.seqlen_kv));
+// Tiles with keys that the queries [first, first + count) of a sequence see.
+FG_DEVICE KvTiles tiles_of_queries(const Params& p, const Work& w, int first, int count) {
+  const int last = min_int(first + count, w.seqlen_q) - 1;
+  return kv_tiles<BLOCK_N>(visible_keys(p, first, w.seqlen_q, w.seqlen_kv),
+                           visible_keys(p, last, w.seqlen_q, w.seqlen_kv));
 }
+FG_DEVICE KvTiles tiles_of_work(const Params& p, const Work& w) {
+  const int queries = WARPGROUPS * group_queries(p);
+  return tiles_of_queries(p, w, w.m_tile * queries, queries);
+}
+
+// Where a unit of work is: the tile, in order, and which part of its keys.
+struct Place {
+  int tile, part;
+};
+
+FG_DEVICE Place place_of_unit(const Params& p, int unit) { return {unit, 0}; }
 
 struct UnitTiles {
   TileRange range, whole;
@@ -245,11 +267,12 @@ FG_DEVICE bool is_in(TileRange range, int tile) { return range.begin <= tile && 
 
 // The tiles that a unit loads: all that its rows see, or its part of them. At least one, so that every stage of the
 // pipeline has something to do; a row that sees nothing of it masks it away.
-FG_DEVICE UnitTiles tiles_of_unit(const Params& p, const Work& w, int unit) {
-  const KvTiles all = tiles_of_rows(p, w, w.m_tile * BLOCK_M, BLOCK_M);
-  const TileRange whole = {all.full_begin, all.full_end};
-  const int end = max_int(all.end, all.begin + 1);
-  return {TileRange{all.begin, end}, whole};
+FG_DEVICE UnitTiles tiles_of_unit(const Params& p, const Work& w, Place place) {
+  const KvTiles all = tiles_of_work(p, w);
+  UnitTiles tiles;
+  tiles.range = {all.begin, max_int(all.end, all.begin + 1)};
+  tiles.whole = {all.full_begin, all.full_end};
+  return tiles;
 }
 
 // Writes an announcement, each lane a part. By the whole load warp.
@@ -257,9 +280,9 @@ FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work
   const int lane = threadIdx.x % WARP_SIZE;
   const TileRange range = unit_tiles.range;
   if (lane < WARPGROUPS) {
-    const int first_row = work.m_tile * BLOCK_M + 64 * lane;
-    KvTiles tiles = tiles_of_rows(p, work, first_row, 64);
-    tiles.end = first_row < work.seqlen_q ? clamp_int(tiles.end, range.begin + 1, range.end) : range.begin + 1;
+    const int first_query = (work.m_tile * WARPGROUPS + lane) * group_queries(p);
+    KvTiles tiles = tiles_of_queries(p, work, first_query, group_queries(p));
+    tiles.end = first_query < work.seqlen_q ? clamp_int(tiles.end, range.begin + 1, range.end) : range.begin + 1;
     a.warpgroup[lane] = tiles;
   }
   if (lane == 0) {
@@ -328,13 +351,14 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   int row = -1, head = 0, batch = 0;  // of the keys loaded last, whose values are due
   bool whole = true;
   int unit = blockIdx.x;
-  while (unit < num_units(p)) {
-    const Work work = locate_work(p, ordered_tile(p, tile_of_unit(p, unit)));
+  while (unit < p.num_units) {
+    const Place place = place_of_unit(p, unit);
+    const Work work = locate_work(p, ordered_tile(p, place.tile));
     if (work.m_tile < 0) {  // a tile set aside for a sequence that needs fewer
       unit = first_lane(next_unit(p, unit));
       continue;
     }
-    const UnitTiles tiles = tiles_of_unit(p, work, unit);
+    const UnitTiles tiles = tiles_of_unit(p, work, place);
     const TileRange range = tiles.range;
     announce(work, unit, tiles);
     int next = 0;
@@ -361,14 +385,13 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
   Assignments assignments = {smem, barriers};
   while (assignments.more()) {
     const Work& work = assignments.current().work;
-    const int first_row = map_q_row(work) + work.m_tile * BLOCK_M;
 #pragma unroll
     for (int w = 0; w < WARPGROUPS; ++w) {
       uint64_t* const full = barriers + Q_FULL + w * Q_STAGES + queries.stage;
       queries.wait_empty(barriers + Q_EMPTY + w * Q_STAGES);
       if (threadIdx.x % WARP_SIZE == 0)
-        load_panels<QueryTile>(smem + SMEM_Q + (w * Q_STAGES + queries.stage) * QueryTile::BYTES, &p.q_map, full,
-                               first_row + 64 * w, work.head_q, map_batch(work), EVICT_FIRST);
+        load_query_rows<QueryTile>(p, smem + SMEM_Q + (w * Q_STAGES + queries.stage) * QueryTile::BYTES, full, work,
+                                   (work.m_tile * WARPGROUPS + w) * group_queries(p));
     }
     queries.advance();
     assignments.advance();
@@ -458,11 +481,13 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     const int warpgroup = this_warpgroup();
     const Assignment& a = assignments.current();
     const Work& work = a.work;
-    const int first_row = first_lane(work.m_tile) * BLOCK_M + 64 * warpgroup;
+    const int first_row = (first_lane(work.m_tile) * WARPGROUPS + warpgroup) * group_queries(p) * rows_per_query(p);
     const int row = first_row + lane_row;
     const int begin = first_lane(a.range.begin);
     const KvTiles tiles = uniform_copy(a.warpgroup[warpgroup]);
-    const auto visible = [&](int q_pos) { return visible_keys(p, q_pos, work.seqlen_q, work.seqlen_kv); };
+    const auto visible = [&](int row) {
+      return visible_keys(p, query_of_row(p, row), work.seqlen_q, work.seqlen_kv);
+    };
     int tile = begin;
     StaleRows rows;
     modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
@@ -539,7 +564,8 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     if (skipped == 0) release(barriers + V_EMPTY, values);
 
     // ---- epilogue
-    const int rows_here = work.seqlen_q - first_row;  // of the warpgroup's 64, those that exist; may be negative
+    // Of the warpgroup's 64 rows, those that exist; may be negative.
+    const int rows_here = min_int(work.seqlen_q * rows_per_query(p) - first_row, group_queries(p) * rows_per_query(p));
     if (a.poisoned[0] + a.poisoned[1] != 0) {
       for (int i = a.range.begin; i < a.range.end; ++i)
         if (!is_in(a.whole, i))
@@ -549,7 +575,8 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     bool whole = true;
     if (whole) {
       normalise(o, rows);
-      if (p.lse != nullptr) write_lse(p.lse + lse_offset(p, work) + first_row, lane_row, rows_here, rows, p.scale_log2);
+      if (p.lse != nullptr)
+        write_lse([&](int r) { return p.lse + lse_place(p, work, first_row + r); }, lane_row, rows_here, rows, p.scale_log2);
       uint32_t w[MMA_COLS_V / 8][2];
       pack_output<Element>(w, o);
       const int warp_row = first_row + 16 * warp, warp_rows = rows_here - 16 * warp;

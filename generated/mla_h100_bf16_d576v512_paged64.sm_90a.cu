@@ -23,6 +23,7 @@
 //   q_stages: None
 //   schedule: None
 //   split: False
+//   pack_gqa: False
 // slots
 //   cache: pages
 //   copy: boxes
@@ -425,7 +426,7 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
     Element* const out = p.out + ((int64_t)segment.request * p.q_rows + first_row + 16 * warp) * (2 * HALF_COLS) + half * HALF_COLS;
     uint32_t w[HALF_COLS / 8][2];
     pack_output<Element>(w, o);
-    store_rows<HALF_COLS>(out, 2 * HALF_COLS, w, warp_rows);
+    store_rows<HALF_COLS>([&](int row) { return out + row * (2 * HALF_COLS); }, w, warp_rows);
   } else {
     float* const results = part_results(p, segment.slot);
     if (warp_rows > 0) {

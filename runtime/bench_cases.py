@@ -13,7 +13,8 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.lower import lower
 from flashgen.codegen.mask import visible_pairs
 from flashgen.errors import SpecError, UnsupportedError
-from flashgen.runtime.values import launch_values, wants_split
+from flashgen.runtime.split import best_twin
+from flashgen.runtime.values import cutting_of
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
@@ -112,27 +113,41 @@ def load_grid(grid: str) -> tuple[Case, ...]:
     `window` is a pair or a list of pairs. `lengths`, a list or a list of lists, makes a varlen case: of its sequences,
     each with as many keys as queries, in place of batch and seqlen.
     """
-    where, values = combinations(grid, _KEYS)
-    return tuple(dict.fromkeys(_case(one, where) for one in values))
+    values, where = read_grid(grid)
+    return cases_of(values if isinstance(values, list) else [values], where)
 
 
 def combinations(grid: str, keys: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
     """(where it is written, a mapping of `keys` to single values for each case) of a grid. SpecError as load_grid."""
+    values, where = read_grid(grid)
+    return where, _combined(values if isinstance(values, list) else [values], where, keys)
+
+
+def read_grid(grid: str) -> tuple[object, str]:
+    """(what the YAML says, where that is)."""
     import yaml
 
     where = "--problem-grid" if is_inline(grid) else grid
     try:
-        values = yaml.safe_load(grid if is_inline(grid) else Path(grid).read_text(encoding="utf-8"))
+        return yaml.safe_load(grid if is_inline(grid) else Path(grid).read_text(encoding="utf-8")), where
     except OSError as err:
         raise SpecError(f"cannot be read ({err.strerror})", where=where, allowed="a YAML file, or {key: value, ...}",
                         next="benchmarks/grids holds examples") from err
     except yaml.YAMLError as err:
         raise SpecError(f"is not YAML: {err}", where=where) from err
-    products = values if isinstance(values, list) else [values]
+
+
+def cases_of(products: Sequence[object], where: str) -> tuple[Case, ...]:
+    """Each once."""
+    return tuple(dict.fromkeys(_case(one, where) for one in _combined(products, where, _KEYS)))
+
+
+def _combined(products: Sequence[object], where: str, keys: Sequence[str]) -> list[dict[str, Any]]:
     if not products or not all(isinstance(product, dict) and product for product in products):
         raise SpecError("is no mapping, and no list of mappings", where=where, allowed=", ".join(keys))
-    axes = [{str(key): _choices(key, value, where, keys) for key, value in product.items()} for product in products]
-    return where, [dict(zip(each, one, strict=True)) for each in axes for one in itertools.product(*each.values())]
+    axes = [{str(key): _choices(key, value, where, keys) for key, value in product.items()}  # type: ignore[attr-defined]
+            for product in products]
+    return [dict(zip(each, one, strict=True)) for each in axes for one in itertools.product(*each.values())]
 
 
 def _choices(key: object, value: object, where: str, keys: Sequence[str]) -> list[Any]:
@@ -197,7 +212,7 @@ def default_grid(family: str, pass_: str) -> str:
 def variants_for(case: Case, specs: Iterable[Spec], archs: Sequence[str], num_sms: int) -> list[Spec]:
     """The variants that serve a case, for the first of `archs` that has any.
 
-    Of two that differ in `split` only, the one that a call on a device with `num_sms` SMs gets.
+    Of those that differ in `split` and `pack_gqa` only, the one that a call on a device with `num_sms` SMs gets.
     """
     windowed, layout = case.window != (-1, -1), "varlen" if case.varlen else "dense"
     fitting = [spec for spec in specs if spec.kv_layout == layout and spec.dtype == case.dtype
@@ -205,18 +220,21 @@ def variants_for(case: Case, specs: Iterable[Spec], archs: Sequence[str], num_sm
                and (spec.window if windowed else not spec.window and spec.causal == case.causal)]
     for arch in archs:
         found = [spec for spec in fitting if spec.arch == arch]
-        twins = {spec.with_(split=False): spec for spec in found if spec.split}
-        passed_over = {spec if _splits(spec, case, num_sms) else twins[spec] for spec in found if spec in twins}
+        twins: dict[Spec, list[Spec]] = {}
+        for spec in found:
+            twins.setdefault(spec.with_(split=False, pack_gqa=False), []).append(spec)
         if found:
-            return [spec for spec in found if spec not in passed_over]
+            return [_best(specs, case, num_sms) for specs in twins.values()]
     raise UnsupportedError(f"no variant serves {case.label}", where="bench", allowed=", ".join(archs) + f", {layout}",
                            next="flashgen list SPEC; or narrow the grid")
 
 
-def _splits(spec: Spec, case: Case, num_sms: int) -> bool:
-    plan = lower(spec)
-    rows_q, rows_kv = (sum(side) if case.varlen else side[0] for side in zip(*case.lengths, strict=True))
-    values = launch_values(plan, num_sms=num_sms, batch=case.batch, seqlen_q=rows_q, seqlen_kv=rows_kv,
-                           num_heads_q=case.num_heads_q, num_heads_kv=case.num_heads_kv, softmax_scale=1.0,
-                           top_left=False, window=case.visible, strides={})
-    return wants_split(plan, values, num_sms)
+def _best(twins: Sequence[Spec], case: Case, num_sms: int) -> Spec:
+    """As Registry.for_sizes."""
+    if len(twins) == 1:
+        return twins[0]
+    (rows_q, rows_kv), = set(case.lengths)  # only dense ones have twins
+    cut = cutting_of(lower(next(spec for spec in twins if spec.split and not spec.pack_gqa)))
+    splits, packs = best_twin(cut, num_sms, batch=case.batch, seqlen_q=rows_q, seqlen_kv=rows_kv,
+                              num_heads_q=case.num_heads_q, num_heads_kv=case.num_heads_kv)
+    return max(twins, key=lambda spec: (spec.pack_gqa == bool(packs), spec.split == splits))

@@ -37,8 +37,8 @@ def check(out: Tensor, lse: Tensor | None, inputs: Inputs, *, label: str = "", r
     The reference is computed here, after the kernel, so that recycled memory cannot hold the answer.
     `label` names spec, variant, problem and seed; `rerun` is the command that repeats the failure.
     """
-    expected = reference(inputs.q, inputs.k, inputs.v, **inputs.keywords)
-    plain = lowprec(inputs.q, inputs.k, inputs.v, **inputs.keywords)
+    expected = reference(inputs.q, inputs.k, inputs.v, **inputs.meaning)
+    plain = lowprec(inputs.q, inputs.k, inputs.v, **inputs.meaning)
     head_dim = inputs.q.shape[-1]
     return check_against(out, lse, expected, plain, lse_absolute(head_dim, inputs.softmax_scale), label=label,
                          rerun=rerun)

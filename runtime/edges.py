@@ -7,7 +7,7 @@ from itertools import cycle
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec import Spec
 from flashgen.runtime.problem import Problem
-from flashgen.runtime.values import SPLIT_OVERHEAD_TILES
+from flashgen.runtime.split import MERGE_TILES, ROUND_TILES
 
 INT32_MAX = 2**31 - 1
 Mask = tuple[bool | str, tuple[int, int]]  # (causal, window)
@@ -99,7 +99,7 @@ def emulated_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, see
     """As few blocks as reach every branch: three trips round the ring, tiles that are first, last, whole, masked,
     ragged and empty, blocks without a key, and sequences without a query.
 
-    With `persistent`, for kernels whose blocks stay for several tiles, also five tiles: one more than the emulator has
+    With `persistent`, for kernels whose blocks stay for several tiles, also six tiles: two more than the emulator has
     SMs, and where the kernel cuts such a last round along its keys, enough of them to make it worth it.
     """
     pairs = ((tile_m // 2 + 3, 3 * num_stages * tile_n + 1), (2 * tile_m, tile_n - 1), (0, 5), (1, 0))
@@ -109,8 +109,8 @@ def emulated_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, see
         if spec.kv_layout == "dense":
             calls = [(1, *pairs[0], (1, 1), 0), (2, *pairs[1], (2, 1), 0), (1, *pairs[3], (1, 1), 0)]
             if persistent:
-                key_tiles = 4 * SPLIT_OVERHEAD_TILES // 3 + 1 if spec.split else 2
-                calls.append((1, tile_m - 3, key_tiles * tile_n + 1, (5, 1), 0))
+                key_tiles = 3 * (ROUND_TILES + MERGE_TILES) if spec.split else 2
+                calls.append((1, tile_m - 3, key_tiles * tile_n + 1, (6, 1), 0))
         else:
             calls = [(len(pairs), tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), (2, 1), 3)]
         for batch, seqlen_q, seqlen_kv, (num_heads_q, num_heads_kv), tail in calls:

@@ -80,7 +80,8 @@ class Launcher:
     """One kernel with all arguments but its pointers fixed. Not for two threads at once: they would share the bytes."""
 
     def __init__(self, kernel: Kernel, values: Mapping[str, int | float]) -> None:
-        """`values`: every parameter of the plan that is neither a pointer nor a tensor map, and `grid_x`."""
+        """`values`: every parameter of the plan that is neither a pointer nor a tensor map, `grid_x`, and whether it is
+        `cooperative`."""
         plan, config = kernel.plan, api().CUlaunchConfig()
         self.plan = plan
         packed, pointers, offsets = pack_params(plan, values), pointer_names(plan), params_layout(plan.params)[1]
@@ -122,13 +123,12 @@ class Launcher:
 
     def _map(self, addresses: tuple[int, ...]) -> None:
         """Point the tensor maps, which lie in the parameter block, at tensors that moved since the last launch."""
-        filler = addresses[0]  # an empty tensor has no address, and a map must have one
         if not self._maps:
-            self._maps = [encode(shape, filler if shape.empty else addresses[source], place)
+            self._maps = [encode(shape, addresses[source], place)
                           for (shape, place), source in zip(self._shapes, self._sources, strict=True)]
         else:
             for i, source in enumerate(self._sources):
-                if addresses[source] != self._mapped[source] and not self._shapes[i][0].empty:
+                if addresses[source] != self._mapped[source]:
                     (status,) = self._replace(self._maps[i], addresses[source])
                     if status != self._success:
                         self._maps, self._mapped = [], ()  # the next launch begins anew

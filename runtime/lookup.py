@@ -11,14 +11,17 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.expr_tree import Param
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths, spec_path
+from flashgen.codegen.spec_expr import SINK, changed
 from flashgen.codegen.spec_fields import rows
 from flashgen.codegen.target import TARGETS
 from flashgen.codegen.tiles import find_tile
@@ -28,6 +31,8 @@ from flashgen.runtime.bundle import Bundle
 from flashgen.runtime.driver import device_facts
 from flashgen.runtime.kernel import Kernel
 from flashgen.runtime.selector import Selector, selector
+from flashgen.runtime.split import Cutting, best_twin
+from flashgen.runtime.variant import Variant
 
 if TYPE_CHECKING:
     from flashgen.runtime.emulator.kernel import EmulatedKernel
@@ -56,7 +61,8 @@ class Wanted:
     lse: bool
     spec: str = ""
     tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
-    split: bool = False       # whether blocks had better share the keys of the last tiles: values.wants_split
+    split: bool = False       # whether blocks had better share the keys of the last tiles: for_sizes
+    pack_gqa: bool | None = False  # whether query heads had better share query tiles; None: they cannot
     pass_: str = "fwd"
     page_size: int | None = None  # as a spec has it: 64 where pages can be copied as boxes, which 1 serves too
 
@@ -74,7 +80,9 @@ class Registry:
     def __init__(self) -> None:
         self._bundles: list[Bundle] | None = None
         self._specs: dict[str, tuple[Spec, ...]] = {}
+        self._open: dict[str, Variant] = {}  # whose specs follow from the call
         self._kernels: dict[tuple[Wanted, int], Kernel | EmulatedKernel] = {}
+        self._params: dict[str, tuple[Param, ...]] = {}
         self._lock = threading.Lock()
         self.generation = 0  # changes when what was memoised elsewhere may no longer be the first choice
 
@@ -93,10 +101,13 @@ class Registry:
             self._bundles = [Bundle.load(path) for path in paths if path]
         return self._bundles
 
-    def spec_handle(self, spec: str | Path | Spec | None) -> str:
+    def spec_handle(self, spec: str | Path | Spec | Variant | None) -> str:
         """A string that names the variants `spec` allows: "" for any, a path, or a Spec's own name and contents."""
         if spec is None:
             return ""
+        if isinstance(spec, Variant):
+            self._open[spec.handle] = spec
+            return spec.handle
         if isinstance(spec, Spec):
             handle = f"{spec.variant}.{spec.arch}#{hash(spec) & 0xffffffffffffffff:x}"
             self._specs[handle] = (spec,)
@@ -107,6 +118,15 @@ class Registry:
         if handle not in self._specs:
             self._specs[handle] = load_specs(spec_path(handle)).specs
         return self._specs[handle]
+
+    def params(self, handle: str) -> tuple[Param, ...]:
+        """What variants of a handle read of each call, sorted by name, the sink last."""
+        if handle not in self._params:
+            known = (self._open[handle].params if handle in self._open else
+                     [param for spec in self._variants(handle) for param in spec.expressions.params])
+            found = {param.name: param for param in known if param != SINK}
+            self._params[handle] = (*(found[name] for name in sorted(found)), *((SINK,) if SINK in known else ()))
+        return self._params[handle]
 
     def kernel(self, wanted: Wanted, device_index: int) -> Kernel | EmulatedKernel:
         """The kernel for a call on cuda:<device_index>, whose context is current, or on the EMULATED one.
@@ -124,12 +144,46 @@ class Registry:
                     self._kernels[wanted, device_index] = found
         return found
 
+    def num_sms(self, device_index: int) -> int:
+        """Of a device, or of the EMULATED one: what persistent grids are sized for."""
+        if device_index == EMULATED:
+            from flashgen.runtime.emulator.kernel import emulated_num_sms
+
+            return emulated_num_sms()
+        return device_facts(device_index).num_sms
+
+    def for_sizes(self, wanted: Wanted, device_index: int, call: Mapping[str, Any]) -> Wanted:
+        """`wanted` with what the sizes of the call make the better choice: by the tile table alone, so that no kernel
+        is loaded to find out. `call`: as values.launch_values takes it."""
+        if wanted.kv_layout == "varlen" or wanted.window or not wanted.tensor_maps or not self._has_twins(wanted.spec):
+            return wanted
+        head_dims, mask = (wanted.head_dim_qk, wanted.head_dim_v), mask_choice(wanted.causal, wanted.window)
+        for arch in self._archs(device_index):
+            tile = find_tile("fa3", arch, mask, *head_dims, split=True)
+            if tile is not None:
+                cut = Cutting(tile.m, tile.n, wanted.causal, False, *head_dims, DTYPES[wanted.dtype].bytes)
+                splits, packs = best_twin(cut, self.num_sms(device_index), **call)
+                return replace(wanted, split=splits, pack_gqa=packs)
+        return wanted
+
+    def _has_twins(self, handle: str) -> bool:
+        """Whether variants of a handle may differ in `split` and `pack_gqa`: those with expressions cannot."""
+        return handle not in self._open and not (handle and all(map(changed, self._variants(handle))))
+
+    @staticmethod
+    def _archs(device_index: int) -> list[str]:
+        if device_index == EMULATED:
+            return sorted(TARGETS, key=lambda arch: arch != EMULATED_FIRST)
+        return archs_for(device_facts(device_index).cc)
+
     def _find(self, wanted: Wanted, device_index: int) -> tuple[Kernel | EmulatedKernel, str]:
         emulated = device_index == EMULATED
-        archs = (sorted(TARGETS, key=lambda arch: arch != EMULATED_FIRST) if emulated
-                 else archs_for(device_facts(device_index).cc))
+        archs = self._archs(device_index)
         if wanted.spec:
-            choice = Choice(_matching(self._variants(wanted.spec), wanted, archs), "its spec is named")
+            families = EMULATED_FAMILIES if emulated else FAMILIES
+            variants = (self._open[wanted.spec].specs(_kinds_of(wanted, archs, families))
+                        if wanted.spec in self._open else self._variants(wanted.spec))
+            choice = Choice(_matching(variants, wanted, archs), "its spec is named")
         elif emulated:
             choice = choose(wanted, archs, EMULATED_FAMILIES if wanted.pass_ == "fwd" else None)
         else:
@@ -167,14 +221,24 @@ def _selectors(wanted: Wanted, arch: str, family: str) -> list[Selector]:
     """Selectors that serve `wanted`, the closest first.
 
     A window kernel also serves unbounded and causal calls, an lse kernel calls without lse, a batch-invariant one any,
-    and so does one that splits, or does not. One that gathers rows serves pages of any size.
+    and so does one that splits, or does not, and one that packs query heads, or does not. One that gathers rows serves
+    pages of any size.
     """
     masks = [(wanted.causal, wanted.window)] + ([] if wanted.window else [(False, True)])
     pages = (64, 1) if wanted.page_size == 64 else (wanted.page_size,)
     return [Selector(arch, family, wanted.pass_, wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, causal, window,
-                     wanted.kv_layout, page_size, "none", lse, invariant, split)
+                     wanted.kv_layout, page_size, "none", lse, invariant, split, packed)
             for page_size in pages for causal, window in masks for lse in ((True,) if wanted.lse else (True, False))
-            for invariant in (False, True) for split in (wanted.split, not wanted.split)]
+            for invariant in (False, True)
+            for packed in ((False,) if wanted.pack_gqa is None else (wanted.pack_gqa, not wanted.pack_gqa))
+            for split in (wanted.split, not wanted.split)]
+
+
+def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The spec fields that a call fixes, for each family and target that could serve it."""
+    return [{"family": family, "pass_": wanted.pass_, "arch": arch, "dtype": wanted.dtype,
+             "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v, "causal": wanted.causal,
+             "window": wanted.window, "kv_layout": wanted.kv_layout} for arch in archs for family in families]
 
 
 def _reads(family: str, wanted: Wanted) -> bool:
@@ -185,7 +249,7 @@ def _reads(family: str, wanted: Wanted) -> bool:
 def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> Spec:
     """The variant of a named spec that serves the call, of the fastest family and for the closest target."""
     serving = [spec for family in FAMILIES_OF[wanted.pass_] for arch in archs for spec in variants
-               if selector(spec.fields(), spec.arch) in _selectors(wanted, arch, family)]
+               if selector(spec.fields(), spec.arch)._replace(score="none") in _selectors(wanted, arch, family)]
     serving.sort(key=lambda spec: spec.page_size != wanted.page_size)  # stable
     for spec in serving:
         if _reads(spec.family, wanted):

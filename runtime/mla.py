@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
-from flashgen.runtime import ops
+from flashgen.runtime import checks, ops
 from flashgen.runtime.counters import CountingLauncher, counters_of
 from flashgen.runtime.kernel import Kernel, Launcher
 from flashgen.runtime.lookup import EMULATED, Wanted, registry
@@ -250,11 +250,11 @@ def _prepare(  # type: ignore[no-untyped-def]
         q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec, out) -> _Call:
     """Checks everything about a call that its shapes, strides and options decide, and finds its kernel."""
     raise_first(wrong_tensors(q, kv, seqlens, page_table, sink))
-    ops._check_options(-1, -1, scale)
+    checks.check_options(-1, -1, scale)
     batch, seqlen_q, num_heads_q, head_dim_qk = q.shape
     out_shape, lse_shape = (*q.shape[:-1], HEAD_DIM_V), (batch, num_heads_q, seqlen_q)
     if out is not None:
-        ops._check_out(out, out_shape, q)
+        checks.check_out(out, out_shape, q)
         if not out.is_contiguous():
             raise UnsupportedError(f"out has strides {out.stride()}", where="out", allowed="a contiguous tensor",
                                    next="leave out=None and copy the result")
@@ -298,7 +298,7 @@ def _flat_rows(q: Tensor) -> bool:
     """Whether the kernels can read q as it lies: (token, head) as one dimension of 16-byte aligned rows."""
     tokens, heads = q.shape[1:3]
     flat = tokens == 1 or heads == 1 or q.stride(1) == heads * q.stride(2)
-    return flat and ops._is_aligned(q) and fits_maps(q.shape, q.stride(), q.element_size())
+    return flat and checks.is_aligned(q) and fits_maps(q.shape, q.stride(), q.element_size())
 
 
 def _strides(q: Tensor, kv: Tensor, copied: bool) -> dict[str, int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashgen.errors import UnsupportedError
-from flashgen.runtime import ops
+from flashgen.runtime import checks
 
 if TYPE_CHECKING:
     from flashgen.runtime.mla import MlaSchedule
@@ -46,9 +46,9 @@ def wrong_tensors(q: Tensor, kv: Tensor, seqlens: Tensor, page_table: Tensor | N
                                where="kv_cache", allowed=f"{form}, or with a dimension of 1 before the last",
                                next="" if paged else "pages need a page_table")
     for name, t in (("q", q), ("kv_cache", kv)):
-        if t.dtype not in ops.DTYPE_NAMES or t.dtype != q.dtype:
+        if t.dtype not in checks.DTYPE_NAMES or t.dtype != q.dtype:
             yield UnsupportedError(f"{name} has dtype {t.dtype}, q has {q.dtype}", where=name,
-                                   allowed="one dtype for both: " + ", ".join(map(str, ops.DTYPE_NAMES)))
+                                   allowed="one dtype for both: " + ", ".join(map(str, checks.DTYPE_NAMES)))
         if t.device != q.device:
             yield UnsupportedError(f"{name} is on {t.device}, q on {q.device}", where=name, allowed="one device")
     yield from wrong_sizes(q.shape[2], q.shape[1])
@@ -58,12 +58,12 @@ def wrong_tensors(q: Tensor, kv: Tensor, seqlens: Tensor, page_table: Tensor | N
     elif kv.shape[0] != q.shape[0]:
         yield UnsupportedError(f"kv_cache has {kv.shape[0]} requests, q {q.shape[0]}", where="kv_cache", allowed=form,
                                next="pages need a page_table")
-    if max(kv.shape[:2]) >= ops.MAX_LENGTH:
+    if max(kv.shape[:2]) >= checks.MAX_LENGTH:
         yield UnsupportedError(f"kv_cache has shape {tuple(kv.shape)}", where="kv_cache",
-                               allowed=f"fewer than {ops.MAX_LENGTH} pages, and rows in each")
-    if not ops._is_aligned(kv):
+                               allowed=f"fewer than {checks.MAX_LENGTH} pages, and rows in each")
+    if not checks.is_aligned(kv):
         yield UnsupportedError(f"kv_cache has strides {kv.stride()} and starts at byte "
-                               f"{kv.data_ptr() % ops.ALIGNMENT_BYTES} of 16; it is never copied", where="kv_cache",
+                               f"{kv.data_ptr() % checks.ALIGNMENT_BYTES} of 16; it is never copied", where="kv_cache",
                                allowed="contiguous last dimension, rows and pages 16-byte aligned")
     if sink is not None and (sink.dtype != torch.float32 or sink.shape != q.shape[2:3] or sink.device != q.device
                              or not sink.is_contiguous()):

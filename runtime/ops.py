@@ -10,38 +10,48 @@ from __future__ import annotations
 import math
 import os
 import threading
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.expr_tree import TensorParam
+from flashgen.codegen.spec_expr import SINK
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
+from flashgen.runtime.checks import (
+    CAUSAL_CODES,
+    DTYPE_NAMES,
+    check_call,
+    check_options,
+    check_out,
+    check_qkv,
+    is_aligned,
+    strides,
+)
 from flashgen.runtime.counters import CountingLauncher, counters_of
 from flashgen.runtime.kernel import Kernel, Launcher
 from flashgen.runtime.lookup import EMULATED, Wanted, check_head_dims, registry
+from flashgen.runtime.params import bind, check_tensors, joined, parted
 from flashgen.runtime.tensor_map import fits_maps
-from flashgen.runtime.values import is_persistent, launch_values, pointer_names, splits_keys, wants_split
+from flashgen.runtime.values import is_persistent, launch_values, pointer_names, splits_keys
+from flashgen.runtime.variant import Variant
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
     from flashgen.runtime.emulator.kernel import EmulatedKernel, EmulatedLauncher
 
-ALIGNMENT_BYTES = 16       # one cp.async
-MAX_LENGTH = 2**30         # sums of two positions and a window stay within 32 bits
 MEMO_LIMIT = 4096          # varlen calls bring ever new totals
 FORCE_CPU = os.environ.get("FLASHGEN_DEVICE") == "cpu"  # read once: this is on the path of every call
-CAUSAL_CODES = {False: 0, True: 1, "top_left": 2}
-DTYPE_NAMES = {getattr(torch, d.torch_name): d.name for d in DTYPES.values()}
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool | str = False,
               window: tuple[int, int] = (-1, -1), softmax_scale: float | None = None, return_lse: bool = False,
               cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_kv: torch.Tensor | None = None,
               max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, out: torch.Tensor | None = None,
-              spec: str | Path | Spec | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+              spec: str | Path | Spec | Variant | None = None,
+              params: Mapping[str, Any] | None = None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention, forward: softmax(softmax_scale * q k^T + mask) v, without the score matrix in device memory.
 
     Args:
@@ -60,7 +70,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         cu_seqlens_q, cu_seqlens_kv: [batch + 1] int32 prefix sums of the lengths, on the same device.
         max_seqlen_q, max_seqlen_kv: accepted for callers that have them; the kernels need neither.
         out: written in place and returned; rows and heads 16-byte aligned.
-        spec: a spec file, the name of a shipped one, or a Spec, to restrict the choice of kernel.
+        spec: a spec file, the name of a shipped one, a Spec, or what flashgen.variant gives, to restrict the choice of
+            kernel.
+        params: values for the parameters that the spec declares, by name: numbers, and tensors on the device. Other
+            values never build another kernel.
 
     A row that sees no key gets out 0 and lse -inf; so do rows after the last sequence. q, k or v whose last dimension
     is not contiguous or whose rows are not 16-byte aligned are copied first. Any stride is fine otherwise.
@@ -69,25 +82,19 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     CompileError and EnvironmentError_ where building or loading fails. There is no backward yet: with grad enabled and
     an input that requires it, the call is refused.
     """
-    if causal not in CAUSAL_CODES:
-        raise UnsupportedError(f"causal={causal!r}", where="causal", allowed='False, True or "top_left"')
-    if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
-        raise UnsupportedError("only one of cu_seqlens_q and cu_seqlens_kv is given", where="cu_seqlens",
-                               allowed="both (varlen) or neither (dense)")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise UnsupportedError("a gradient is asked for, and flashgen has no backward kernel yet", where="q, k, v",
-                               allowed="inputs without requires_grad", next="call it under torch.no_grad()")
-    if not (q.is_cuda or q.is_cpu):
-        raise UnsupportedError(f"q is on {q.device}", where="q",
-                               allowed="tensors on a CUDA device, or on the CPU, where kernels run emulated")
+    check_call(q, k, v, causal, cu_seqlens_q, cu_seqlens_kv)
     if FORCE_CPU and q.is_cuda:
         return _on_cpu(q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, return_lse=return_lse,
-                       cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, out=out, spec=spec)
+                       cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, out=out, spec=spec, params=params)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    options = (cu_seqlens_q, cu_seqlens_kv, CAUSAL_CODES[causal], window[0], window[1], scale,
-               "" if spec is None else registry.spec_handle(spec))
+    handle, tensors = "", None
+    if spec is not None or params:
+        handle, tensors = _bound(spec, params)
+    options = (cu_seqlens_q, cu_seqlens_kv, CAUSAL_CODES[causal], window[0], window[1], scale, handle)
+    if tensors:
+        return _attend_with(q, k, v, options, tensors, out, return_lse)
     if not torch.compiler.is_compiling() and _nobody_listens(q, k, v):
-        out, lse = _run(q, k, v, *options, out, return_lse)
+        out, lse = _run(q, k, v, *options, None, out, return_lse)
         return (out, lse) if return_lse else out
     if out is None:
         return _attention_lse_op(q, k, v, *options) if return_lse else _attention_op(q, k, v, *options)
@@ -97,10 +104,42 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     return out
 
 
+def _bound(spec, params):  # type: ignore[no-untyped-def]
+    """(what names the spec and the scalars for it, the tensors) of a call."""
+    if spec is None:
+        raise UnsupportedError("params without a spec that declares them", where="params", allowed="spec=... beside it",
+                               next="flashgen.variant(score=..., params=...) makes one")
+    handle = registry.spec_handle(spec)
+    declared = registry.params(handle)
+    if not declared and not params:
+        return handle, None
+    written = spec.fields["params"] if isinstance(spec, Variant) else getattr(spec, "params", ())
+    unread = [param.name for param in written]
+    scalars, tensors = bind(declared, params, f"spec {handle}", unread)
+    return joined(handle, scalars), tensors
+
+
+def _attend_with(q, k, v, options, tensors, out, return_lse):  # type: ignore[no-untyped-def]
+    """The call where parameters are tensors."""
+    if not torch.compiler.is_compiling() and _nobody_listens(q, k, v):
+        out, lse = _run(q, k, v, *options, tensors, out, return_lse)
+    elif out is None:
+        if not return_lse:
+            return _ops.attention_with(q, k, v, *options, tensors)
+        out, lse = _ops.attention_lse_with(q, k, v, *options, tensors)
+    elif return_lse:
+        lse = _ops.attention_out_lse_with(q, k, v, *options, tensors, out=out)
+    else:
+        _ops.attention_out_with(q, k, v, *options, tensors, out=out)
+    return (out, lse) if return_lse else out
+
+
 def _on_cpu(*tensors, out, **options):  # type: ignore[no-untyped-def]
     """The call with everything on the CPU, and its result back where the arguments are."""
     device = tensors[0].device
     options = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    options["params"] = {name: value.cpu() if isinstance(value, torch.Tensor) else value
+                         for name, value in (options.get("params") or {}).items()}
     result = attention(*(t.cpu() for t in tensors), **options)
     results = [t.to(device) for t in (result if isinstance(result, tuple) else (result,))]
     if out is not None:
@@ -118,11 +157,14 @@ def _nobody_listens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 class _Call:
     """All that one combination of shapes, strides and options fixes: copies to make, what to allocate, the launch."""
 
-    __slots__ = ("copies", "generation", "launcher", "lse_shape", "out_like_q", "out_shape", "takes_lse")
+    __slots__ = ("copies", "generation", "launcher", "lse_shape", "out_like_q", "out_shape", "sink", "takes_lse",
+                 "users")
 
     def __init__(self, copies: tuple[bool, ...] | None, out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
                  launcher: Launcher | CountingLauncher | EmulatedLauncher | None, out_like_q: bool = False,
-                 takes_lse: bool = True) -> None:
+                 takes_lse: bool = True, users: tuple[tuple[str, int], ...] = (), sink: bool = False) -> None:
+        """`users`: (pointer, place) of the parameters' tensors that the kernel takes. `sink`: the last joins lse."""
+        self.users, self.sink = users, sink
         self.copies, self.out_shape, self.lse_shape, self.launcher = copies, out_shape, lse_shape, launcher
         self.out_like_q, self.takes_lse = out_like_q, takes_lse
         self.generation = registry.generation
@@ -138,20 +180,22 @@ _current_stream = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda
     lambda index: torch.cuda.current_stream(index).cuda_stream)
 
 
-def _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse):  # type: ignore[no-untyped-def]
+def _run(  # type: ignore[no-untyped-def]
+        q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, tensors, out, want_lse):
     """(out, lse or None). `out` None: allocated here."""
     q_pointer, k_pointer, v_pointer, device_index = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
     if not (q.dtype is k.dtype is v.dtype and device_index == k.get_device() == v.get_device()):
-        _check_tensors(q, k, v, cu_q, cu_kv)  # raises: the key below speaks of q's alone
+        check_qkv(q, k, v, cu_q, cu_kv)  # raises: the key below speaks of q's alone
     key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, device_index, q_pointer & 15,
            k_pointer & 15, v_pointer & 15, causal, left, right, scale, spec, want_lse,
            None if out is None else (out.shape, out.stride(), out.dtype, out.get_device(), out.data_ptr() & 15),
            None if cu_q is None else (cu_q.shape, cu_q.stride(), cu_q.dtype, cu_q.get_device(),
-                                      cu_kv.shape, cu_kv.stride(), cu_kv.dtype, cu_kv.get_device()))
+                                      cu_kv.shape, cu_kv.stride(), cu_kv.dtype, cu_kv.get_device()),
+           None if tensors is None else tuple((t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors))
     calls = _memo.calls
     call = calls.get(key)
     if call is None or call.generation != registry.generation:
-        call = _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse)
+        call = _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, tensors, out, want_lse)
         if device_index >= 0:  # an emulated launch takes so long that preparing it anew costs nothing
             if len(calls) >= MEMO_LIMIT:
                 calls.clear()
@@ -159,19 +203,22 @@ def _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse):
     if call.copies is not None:
         q, k, v = (t.clone(memory_format=torch.contiguous_format) if copy else t
                    for t, copy in zip((q, k, v), call.copies, strict=True))
-        return _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse)
+        return _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, tensors, out, want_lse)
     if out is None:
         out = torch.empty_like(q) if call.out_like_q else q.new_empty(call.out_shape)  # the first is faster
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if want_lse else None
     if call.launcher is None:  # no key to look at, or no query
         out.zero_()
         if lse is not None:
-            lse.fill_(-math.inf)
+            lse.copy_(tensors[-1][:, None]) if call.sink else lse.fill_(-math.inf)
         return out, lse
     if device_index < 0:
-        call.launcher(q=q, k=k, v=v, out=out, lse=lse, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+        users = {name: tensors[place] for name, place in call.users}
+        call.launcher(q=q, k=k, v=v, out=out, lse=lse, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **users)
         return out, lse
     pointers = [q_pointer, k_pointer, v_pointer, *_more_pointers(call.takes_lse, out, lse, cu_q, cu_kv)]
+    if call.users:
+        pointers += [tensors[place].data_ptr() for _, place in call.users]
     if torch._C._cuda_getDevice() == device_index:
         call.launcher(_current_stream(device_index), *pointers)
     else:
@@ -191,20 +238,27 @@ def _more_pointers(takes_lse, out, lse, cu_q, cu_kv):  # type: ignore[no-untyped
 
 
 def _prepare(  # type: ignore[no-untyped-def]
-        q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, out, want_lse) -> _Call:
+        q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, tensors, out, want_lse) -> _Call:
     """Checks everything about a call that its shapes, strides and options decide, and finds its kernel."""
     varlen = cu_q is not None
-    _check_tensors(q, k, v, cu_q, cu_kv)
-    _check_options(left, right, scale)
+    check_qkv(q, k, v, cu_q, cu_kv)
+    check_options(left, right, scale)
     check_head_dims(q.shape[-1], v.shape[-1])
     batch, seqlen_q = (cu_q.shape[0] - 1, q.shape[0]) if varlen else (q.shape[0], q.shape[1])
     seqlen_kv = k.shape[-3]
     num_heads_q, num_heads_kv, head_dim_qk, head_dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    spec, scalars = parted(spec)
+    declared = registry.params(spec) if spec else ()
+    check_tensors(declared, tensors or (), q.device, {
+        "num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv, "batch": batch,
+        **({"total_q": seqlen_q, "total_kv": seqlen_kv} if varlen else
+           {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv})})
+    sink = SINK in declared
     out_shape = (*q.shape[:-1], head_dim_v)
     lse_shape = (num_heads_q, seqlen_q) if varlen else (batch, num_heads_q, seqlen_q)
     if out is not None:
-        _check_out(out, out_shape, q)
-    copies = tuple(not _is_aligned(t) for t in (q, k, v))
+        check_out(out, out_shape, q)
+    copies = tuple(not is_aligned(t) for t in (q, k, v))
     if any(copies):
         logger().log(CHATTER, "copied first, since rows are not 16-byte aligned: %s",
                      ", ".join(name for name, copy in zip("qkv", copies, strict=True) if copy))
@@ -215,35 +269,33 @@ def _prepare(  # type: ignore[no-untyped-def]
     wanted = Wanted(DTYPE_NAMES[q.dtype], head_dim_qk, head_dim_v, bool(causal) and not windowed, windowed,
                     "varlen" if varlen else "dense", want_lse, spec,
                     all(fits_maps(t.shape, t.stride(), t.element_size()) for t in (q, k, v, out) if t is not None))
-    if 0 in out_shape:
-        return _Call(None, out_shape, lse_shape, None)
+    if 0 in out_shape or (batch == 0 and declared):
+        return _Call(None, out_shape, lse_shape, None, sink=sink)
     axes = ("row", "head") if varlen else ("batch", "row", "head")
     row_layout = out if out is not None else _Contiguous(out_shape)
-    strides = {f"{name}_{axis}_stride": stride for name, t in (("q", q), ("k", k), ("v", v), ("out", row_layout))
-               for axis, stride in zip(axes, _strides(t), strict=True)}
+    by_name = {f"{name}_{axis}_stride": stride for name, t in (("q", q), ("k", k), ("v", v), ("out", row_layout))
+               for axis, stride in zip(axes, strides(t), strict=True)}
     call = dict(batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
                 num_heads_kv=num_heads_kv, softmax_scale=scale, top_left=causal == 2,
-                window=(left, 0 if causal else right), strides=strides)
-    kernel, values = _kernel_and_values(wanted, q.device, call)
-    if wants_split(kernel.plan, values, kernel.num_sms):
-        kernel, values = _kernel_and_values(replace(wanted, split=True), q.device, call)
+                window=(left, 0 if causal else right), strides=by_name)
+    kernel = _kernel(wanted, q.device, call)
+    values = launch_values(kernel.plan, num_sms=kernel.num_sms, **call) | scalars
     if seqlen_kv == 0 and kernel.plan.tensor_maps:  # a map describes one row at least
-        return _Call(None, out_shape, lse_shape, None)
+        return _Call(None, out_shape, lse_shape, None, sink=sink)
     out_like_q = out_shape == q.shape and q.is_contiguous()
-    return _Call(None, out_shape, lse_shape, _launcher(kernel, values, q.device), out_like_q,
-                 "lse" in pointer_names(kernel.plan))
+    names = pointer_names(kernel.plan)
+    places = {f"user_{p.name}": i for i, p in enumerate(p for p in declared if isinstance(p, TensorParam))}
+    return _Call(None, out_shape, lse_shape, _launcher(kernel, values, q.device), out_like_q, "lse" in names,
+                 tuple((name, places[name]) for name in names if name in places))
 
 
-def _kernel_and_values(wanted: Wanted, device: torch.device,
-                       call: dict[str, Any]) -> tuple[Kernel | EmulatedKernel, dict[str, Any]]:
-    """The kernel for a call, and its launch's values; `call` as launch_values takes it."""
+def _kernel(wanted: Wanted, device: torch.device, call: dict[str, Any]) -> Kernel | EmulatedKernel:
+    """The kernel for a call; `call` as launch_values takes it."""
     if device.type == "cpu":
-        kernel = registry.kernel(wanted, EMULATED)
-    else:
-        with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes this thread's context torch's
-            kernel = registry.kernel(wanted, device.index)
-    return kernel, launch_values(kernel.plan, num_sms=kernel.num_sms, **call)
+        return registry.kernel(registry.for_sizes(wanted, EMULATED, call), EMULATED)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes this thread's context torch's
+        return registry.kernel(registry.for_sizes(wanted, device.index, call), device.index)
 
 
 def _launcher(kernel: Kernel | EmulatedKernel, values: dict[str, Any],
@@ -269,72 +321,12 @@ class _Contiguous:
         return tuple(strides)
 
 
-def _strides(t) -> list[int]:  # type: ignore[no-untyped-def]
-    """Element strides of all but the last dimension; a dimension of size 1 has none that means anything."""
-    return [stride if size != 1 else 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
-
-
-def _is_aligned(t: torch.Tensor) -> bool:
-    """Whether 16-byte copies can read every row of it."""
-    if t.shape[-1] != 1 and t.stride(-1) != 1:
-        return False
-    step = ALIGNMENT_BYTES // t.element_size()
-    return t.numel() == 0 or (t.data_ptr() % ALIGNMENT_BYTES == 0 and all(s % step == 0 for s in _strides(t)))
-
-
-def _check_tensors(q, k, v, cu_q, cu_kv):  # type: ignore[no-untyped-def]
-    varlen = cu_q is not None
-    rank, shape = (3, "[total, num_heads, head_dim]") if varlen else (4, "[batch, seqlen, num_heads, head_dim]")
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dim() != rank:
-            raise UnsupportedError(f"{name} has shape {tuple(t.shape)}", where=name, allowed=shape,
-                                   next="" if varlen else "packed sequences need cu_seqlens_q and cu_seqlens_kv")
-        if t.dtype not in DTYPE_NAMES or t.dtype != q.dtype:
-            raise UnsupportedError(f"{name} has dtype {t.dtype}, q has {q.dtype}", where=name,
-                                   allowed="one dtype for all: " + ", ".join(map(str, DTYPE_NAMES)))
-        if t.device != q.device:
-            raise UnsupportedError(f"{name} is on {t.device}, q on {q.device}", where=name, allowed="one device")
-        if t.shape[-3] >= MAX_LENGTH:
-            raise UnsupportedError(f"{name} has {t.shape[-3]} rows", where=name, allowed=f"fewer than {MAX_LENGTH}")
-    if k.shape[:-1] != v.shape[:-1] or (not varlen and k.shape[0] != q.shape[0]) or k.shape[-1] != q.shape[-1]:
-        raise UnsupportedError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together",
-                               where="q, k, v", allowed="one batch; k and v equal but for the last dimension; q and k "
-                               "of one head_dim_qk")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise UnsupportedError(f"{q.shape[-2]} query heads over {k.shape[-2]} kv heads", where="q, k",
-                               allowed="num_heads_q a multiple of num_heads_kv")
-    if varlen:
-        for name, t in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv)):
-            if (t.dtype != torch.int32 or t.dim() != 1 or t.shape != cu_q.shape or t.shape[0] < 1
-                    or t.device != q.device or not t.is_contiguous()):
-                raise UnsupportedError(f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}", where=name,
-                                       allowed=f"contiguous int32 [batch + 1] on {q.device}, both of one length")
-
-
-def _check_options(left: int, right: int, scale: float) -> None:
-    if left < -1 or right < -1:
-        raise UnsupportedError(f"window=({left}, {right})", where="window",
-                               allowed="counts of keys from 0, or -1 for an unbounded side")
-    if not (math.isfinite(scale) and scale > 0):
-        raise UnsupportedError(f"softmax_scale={scale}", where="softmax_scale", allowed="finite, above 0",
-                               nearest="negate q for a negative scale")
-
-
-def _check_out(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
-    if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
-        raise UnsupportedError(f"out is {out.dtype} {tuple(out.shape)} on {out.device}", where="out",
-                               allowed=f"{q.dtype} {shape} on {q.device}")
-    if not _is_aligned(out):
-        raise UnsupportedError(f"out has strides {out.stride()} and starts at byte {out.data_ptr() % ALIGNMENT_BYTES} "
-                               f"of 16", where="out", allowed="contiguous last dimension, rows 16-byte aligned",
-                               next="leave out=None and copy the result")
-
-
 # ---- the ops
 
 _ARGUMENTS = ("Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, int causal, int window_left, "
               "int window_right, float softmax_scale, str spec")
 _library = torch.library.Library("flashgen", "DEF")  # kept alive: its ops go with it
+_NUM_ARGUMENTS = _ARGUMENTS.count(",") + 1
 
 
 def define(name, schema, function, fake):  # type: ignore[no-untyped-def]
@@ -346,6 +338,12 @@ def define(name, schema, function, fake):  # type: ignore[no-untyped-def]
     return getattr(torch.ops.flashgen, name).default
 
 
+def _run_op(*arguments):  # type: ignore[no-untyped-def]
+    """_run for an op with tensors for parameters, or one without: its arguments, then `out` and `want_lse`."""
+    given = arguments[:-2] if len(arguments) == _NUM_ARGUMENTS + 3 else (*arguments[:-2], None)
+    return _run(*given, *arguments[-2:])
+
+
 def _fake_out(q, k, v, *_):  # type: ignore[no-untyped-def]
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
@@ -355,18 +353,19 @@ def _fake_lse(q, k, v, cu_q, *_):  # type: ignore[no-untyped-def]
     return q.new_empty(shape, dtype=torch.float32)
 
 
-def op_set(name, arguments, run, fake_out, fake_lse):  # type: ignore[no-untyped-def]
-    """The four ops of `run`(*arguments, out, want_lse): <name>, <name>_lse, <name>_out and <name>_out_lse.
-
-    `fake_out` and `fake_lse` take the arguments."""
-    return (define(name, f"({arguments}) -> Tensor", lambda *x: run(*x, None, False)[0], fake_out),
-            define(f"{name}_lse", f"({arguments}) -> (Tensor, Tensor)", lambda *x: run(*x, None, True),
+def op_set(name, arguments, run, fake_out, fake_lse, suffix=""):  # type: ignore[no-untyped-def]
+    """The four ops of `run`(*arguments, out, want_lse): <name>, <name>_lse, <name>_out and <name>_out_lse, each with
+    `suffix`. `fake_out` and `fake_lse` take the arguments."""
+    return (define(f"{name}{suffix}", f"({arguments}) -> Tensor", lambda *x: run(*x, None, False)[0], fake_out),
+            define(f"{name}_lse{suffix}", f"({arguments}) -> (Tensor, Tensor)", lambda *x: run(*x, None, True),
                    lambda *x: (fake_out(*x), fake_lse(*x))),
-            define(f"{name}_out", f"({arguments}, *, Tensor(a!) out) -> ()",
+            define(f"{name}_out{suffix}", f"({arguments}, *, Tensor(a!) out) -> ()",
                    lambda *x, out: (run(*x, out, False), None)[1], lambda *_, out: None),
-            define(f"{name}_out_lse", f"({arguments}, *, Tensor(a!) out) -> Tensor",
+            define(f"{name}_out_lse{suffix}", f"({arguments}, *, Tensor(a!) out) -> Tensor",
                    lambda *x, out: run(*x, out, True)[1], lambda *x, out: fake_lse(*x)))
 
 
 _attention_op, _attention_lse_op, _attention_out_op, _attention_out_lse_op = op_set(
-    "attention", _ARGUMENTS, _run, _fake_out, _fake_lse)
+    "attention", _ARGUMENTS, _run_op, _fake_out, _fake_lse)
+op_set("attention", f"{_ARGUMENTS}, Tensor[] tensors", _run_op, _fake_out, _fake_lse, "_with")
+_ops = torch.ops.flashgen

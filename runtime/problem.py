@@ -4,6 +4,7 @@ Frozen data. A Problem's repr is a constructor call, so that a failure's text is
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ from flashgen.codegen.dtype import DTYPES
 
 if TYPE_CHECKING:
     import torch
+
+    from flashgen.codegen.spec import Spec
+    from flashgen.runtime.changes import Changes
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,34 @@ class Inputs:
     softmax_scale: float | None = None
     cu_seqlens_q: torch.Tensor | None = field(default=None)
     cu_seqlens_kv: torch.Tensor | None = field(default=None)
+    changes: Changes | None = None  # what the expressions of the spec mean, and values for its parameters
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Everything but q, k and v, as `flashgen.attention` and `reference` name it."""
-        return {name: getattr(self, name)
-                for name in ("causal", "window", "softmax_scale", "cu_seqlens_q", "cu_seqlens_kv")}
+        """Everything but q, k and v, as `flashgen.attention` names it; and `reference`, without changes."""
+        found = {name: getattr(self, name)
+                 for name in ("causal", "window", "softmax_scale", "cu_seqlens_q", "cu_seqlens_kv")}
+        return found if self.changes is None else {**found, "params": self.changes.params}
+
+    @property
+    def meaning(self) -> dict[str, Any]:
+        """The same as `reference` and `lowprec` name it."""
+        found = self.keywords
+        if self.changes is not None:
+            found["changes"] = self.changes
+            del found["params"]
+        return found
+
+    def changed_by(self, spec: Spec, params: Mapping[str, Any] | None = None, seed: int = 0) -> Inputs:
+        """The same call of a spec with expressions; values for its parameters are drawn where none are given."""
+        from flashgen.runtime.changes import Changes, sample_params
+
+        rows_q, rows_kv = self.q.shape[-3], self.k.shape[-3]
+        sizes = {"num_heads_q": self.q.shape[-2], "num_heads_kv": self.k.shape[-2], "seqlen_q": rows_q,
+                 "seqlen_kv": rows_kv, "total_q": rows_q, "total_kv": rows_kv,
+                 "batch": self.q.shape[0] if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1}
+        drawn = sample_params(spec, sizes, self.q.device, seed)
+        return self.with_(changes=Changes.of(spec, {**drawn, **(params or {})}))
 
     def with_(self, **changes: Any) -> Inputs:
         return replace(self, **changes)

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from flashgen.codegen.plan import Plan
 
+# Spec fields that only variants which they change have (spec_fields.EXTRA; bundles are read without the generator).
+EXTRA = ("mask", "params", "align", "sink", "normalize")
+
 
 class Selector(NamedTuple):
     arch: str
@@ -25,11 +28,18 @@ class Selector(NamedTuple):
     lse: bool
     batch_invariant: bool
     split: bool
+    pack_gqa: bool
 
 
 def selector(fields: Iterable[tuple[str, object]], arch: str) -> Selector:
-    """The selector of a variant from its spec fields, (YAML name, value) as in `Plan.spec`. KeyError if one lacks."""
+    """The selector of a variant from its spec fields, (YAML name, value) as in `Plan.spec`. KeyError if one lacks.
+
+    `score` tells apart all that expressions and the like change, so that no call gets such a kernel unasked.
+    """
     values = dict(fields)
+    changes = [f"{name}: {values[name]}" for name in EXTRA if name in values]
+    if changes:
+        values["score"] = "; ".join([str(values["score"]), *changes])
     return Selector(arch, *(values[name.rstrip("_")] for name in Selector._fields[1:]))  # type: ignore[arg-type]
 
 

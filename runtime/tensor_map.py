@@ -27,11 +27,10 @@ class MapShape:
     name: str                # of the parameter
     tensor: str              # the pointer parameter whose memory it describes
     dtype: str               # key of DTYPES
-    dims: tuple[int, int, int, int]
-    strides: tuple[int, int, int]  # bytes, of all dimensions but the first
-    box: tuple[int, int, int, int]
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes, of all dimensions but the first
+    box: tuple[int, ...]
     swizzle_bytes: int
-    empty: bool              # no element is there: the map needs some address, and no kernel may read through it
 
     @property
     def element_bytes(self) -> int:
@@ -62,17 +61,23 @@ def _map_shape(row: TensorMap, spec: Mapping[str, Any], values: Mapping[str, Any
     query, varlen = row.tensor in ("q", "out"), spec["kv_layout"] == "varlen"
     element_bytes = DTYPES[spec["dtype"]].bytes
     rows = values["seqlen_q" if query else "seqlen_kv"]
-    dims = (spec["head_dim_v" if row.tensor in ("v", "out") else "head_dim_qk"], max(rows, 1),
-            values["num_heads_q"] // (1 if query else values["heads_per_kv_head"]), 1 if varlen else values["batch"])
+    heads = values["num_heads_q"] // (1 if query else values["heads_per_kv_head"])
+    dims: tuple[int, ...] = (spec["head_dim_v" if row.tensor in ("v", "out") else "head_dim_qk"], rows, heads,
+                             1 if varlen else values["batch"])
 
     def stride(size: int, axis: str) -> int:
-        if size == 1 or not rows:  # means nothing, and may be anything: what is legal will do
+        if size == 1:  # means nothing, and may be anything: what is legal will do
             return dims[0] * element_bytes
         return values[f"{row.tensor}_{axis}_stride"] * element_bytes
 
-    return MapShape(row.name, row.tensor, spec["dtype"], dims,
-                    (stride(dims[1], "row"), stride(dims[2], "head"), stride(dims[3], "batch")),
-                    (row.box_cols, row.box_rows, 1, 1), row.swizzle_bytes, empty=not rows)
+    strides: tuple[int, ...] = (stride(dims[1], "row"), stride(dims[2], "head"), stride(dims[3], "batch"))
+    box: tuple[int, ...] = (row.box_cols, row.box_rows, 1, 1)
+    if row.packed:
+        group = values["heads_per_kv_head"]
+        dims = (dims[0], group, dims[1], dims[2] // group, dims[3])
+        strides = (strides[1], strides[0], group * strides[1], strides[2])
+        box = (row.box_cols, group, row.box_rows // group, 1, 1)
+    return MapShape(row.name, row.tensor, spec["dtype"], dims, strides, box, row.swizzle_bytes)
 
 
 def _panel_map_shape(row: TensorMap, spec: Mapping[str, Any], values: Mapping[str, Any]) -> MapShape:
@@ -84,7 +89,7 @@ def _panel_map_shape(row: TensorMap, spec: Mapping[str, Any], values: Mapping[st
                     (values[f"{row.tensor}_row_stride"] * element_bytes if rows > 1 else row_bytes,
                      row.box_cols * element_bytes,
                      values[f"{row.tensor}_outer_stride"] * element_bytes if outer > 1 else rows * row_bytes),
-                    (row.box_cols, row.box_rows, row.box_panels, 1), row.swizzle_bytes, empty=False)
+                    (row.box_cols, row.box_rows, row.box_panels, 1), row.swizzle_bytes)
 
 
 def encode(shape: MapShape, address: int, host_address: int) -> Any:

@@ -127,18 +127,25 @@ def register_cases() -> list[Case]:
         warps = inputs["x"].reshape(-1, 2, 32) != 0
         return {"any": np.repeat(warps.any(2), 32, 1).astype(np.int32).reshape(-1, 64),
                 "count": np.repeat(warps.sum(2), 32, 1).astype(np.int32).reshape(-1, 64),
+                "lanes": np.repeat(packed := (warps << np.arange(32)).sum(2), 32, 1).astype(np.uint32).reshape(-1, 64),
+                "highest": np.repeat(np.vectorize(lambda x: int(x).bit_length() - 1)(packed), 32, 1)
+                .astype(np.int32).reshape(-1, 64),
                 "block": np.repeat(warps.any((1, 2)), 64).astype(np.int32).reshape(-1, 64)}
 
     def ballots(rng: np.random.Generator) -> Arrays:
         x = rng.integers(0, 2, (8, 64), dtype=np.int32)
         x[1], x[2, :32], x[3], x[3, 63] = 0, 0, 0, 1
-        return {"x": x, **{name: zeros(8, 64, dtype=np.int32) for name in ("any", "count", "block")}}
+        return {"x": x, "lanes": zeros(8, 64, dtype=np.uint32),
+                **{name: zeros(8, 64, dtype=np.int32) for name in ("any", "count", "block", "highest")}}
 
-    voted = Case("votes", ("warp",), {"x": "const int", "any": "int", "count": "int", "block": "int"}, """
+    voted = Case("votes", ("warp",), {"x": "const int", "any": "int", "count": "int", "block": "int",
+                                      "lanes": "uint32_t", "highest": "int"}, """
   for (int i = threadIdx.x; i < 8 * 64; i += 64) {
     const bool x = p.x[i] != 0;
     p.any[i] = any_in_warp(x);
     p.count[i] = count_in_warp(x);
+    p.lanes[i] = lanes_in_warp(x);
+    p.highest[i] = highest_bit(p.lanes[i]);
     p.block[i] = any_in_block(x);
   }
 """, ballots, votes, threads=64, hopper=False)
@@ -189,5 +196,6 @@ def register_cases() -> list[Case]:
              lambda inputs: {"out": inputs["x"].view(np.int32)}, hopper=False),
         _function("exp2_approx", np.exp2, near_scores, relative=2.0**-22),
         _function("log2_approx", np.log2, positive, relative=2.0**-22, absolute=2.0**-22),
+        _function("rcp_approx", np.reciprocal, positive, relative=2.0**-22),
         shuffled, swapped, spread, passed, voted, elected, moved, described,
     ]

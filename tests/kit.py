@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 import flashgen
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import TARGETS
+from flashgen.runtime.changes import Changes
 from flashgen.runtime.compare import check
 from flashgen.runtime.problem import Inputs, Problem
 from flashgen.runtime.reference import reference
@@ -19,9 +21,10 @@ SPECIALS = (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneg
 def attention_by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False,
                            max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None,
                            out: torch.Tensor | None = None, spec: object = None,
-                           **keywords: Any) -> Any:
+                           params: Mapping[str, Any] | None = None, **keywords: Any) -> Any:
     """flashgen.attention's signature over the fp64 reference."""
-    exact, lse = reference(q, k, v, **keywords)
+    changes = Changes.of(spec, params) if isinstance(spec, Spec) else None
+    exact, lse = reference(q, k, v, changes=changes, **keywords)
     result = exact.to(q.dtype) if out is None else out.copy_(exact)
     return (result, lse.float()) if return_lse else result
 

@@ -18,8 +18,9 @@ from flashgen.runtime.values import fa3_values
 
 TENSORS = ("q", "k", "v", "out")
 ROWS, COLUMNS = 16, 64  # of a box, and of a tile
-SIZES = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "heads_per_kv_head", "m_tiles", "num_tiles", "full_tiles",
-         "splits", "heads_per_section", "heads_at_the_end")
+SIZES = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "heads_per_kv_head", "m_tiles", "num_tiles", "num_units",
+         "full_tiles", "tiles_per_part", "max_parts", "heads_per_section", "heads_before_the_end",
+         "heads_at_the_end")
 
 # out = q ^ k ^ v, bit by bit, of rows with the same number: one warp copies a box of each and stores what is inside.
 BODY = """
@@ -35,20 +36,20 @@ BODY = """
   for (int tile = blockIdx.x; tile < p.num_tiles; tile += gridDim.x) {
     const int row = tile % p.m_tiles * 16, head = tile / p.m_tiles % p.num_heads_q;
     const int batch = tile / p.m_tiles / p.num_heads_q, kv_head = head / p.heads_per_kv_head;
-    if (p.seqlen_kv > 0 && lane == 0) {
+    if (lane == 0) {
       mbarrier_arrive_expect_tx(full, 3 * 2048);
       tma_load_4d(boxes, &p.q_map, full, 0, row, head, batch);
       tma_load_4d(boxes + 2048, &p.k_map, full, 0, row, kv_head, batch);
       tma_load_4d(boxes + 4096, &p.v_map, full, 0, row, kv_head, batch);
     }
-    if (p.seqlen_kv > 0) mbarrier_wait_parity(full, parity);
+    mbarrier_wait_parity(full, parity);
     parity ^= 1;
     for (int i = lane; i < 16 * 64; i += 32) {
       const int r = i / 64, c = i % 64, at = r * 64 + ((c / 8 ^ r % 8) * 8 + c % 8);
       const uint16_t* const x = (const uint16_t*)boxes;
       if (row + r < p.seqlen_q)
         p.out[batch * p.out_batch_stride + (row + r) * p.out_row_stride + head * p.out_head_stride + c] =
-            p.seqlen_kv > 0 ? x[at] ^ x[1024 + at] ^ x[2048 + at] : 7;
+            x[at] ^ x[1024 + at] ^ x[2048 + at];
     }
     sync_block();
   }

@@ -50,7 +50,7 @@ def test_the_selector_holds_the_fields_a_call_decides_and_no_others() -> None:
     plan = tiny_plan()
     base = selector_of(plan)
     assert base == Selector("sm_80", "tiny", "fwd", "bf16", 64, 64, False, False, "dense", None, "none", True, False,
-                            False)
+                            False, False)
     for name, value in FIELDS:
         changed = selector([(n, "other" if n == name else v) for n, v in FIELDS], "sm_80")
         assert (changed != base) is (name != "name"), (name, value)

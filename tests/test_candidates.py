@@ -27,7 +27,7 @@ from flashgen.errors import FlashgenError, PlanError, UnsupportedError
 def shipped(family: str) -> list[Spec]:
     """One spec of every (target, head dims, mask, split): what the tile table tells apart."""
     specs = [spec for path in shipped_spec_paths() for spec in load_specs(path).specs if spec.family == family]
-    return [spec for spec in specs if spec.dtype == "bf16" and spec.kv_layout == "dense"]
+    return [spec for spec in specs if spec.dtype == "bf16" and spec.kv_layout == "dense" and not spec.pack_gqa]
 
 
 def some(family: str) -> list[Spec]:

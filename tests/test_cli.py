@@ -19,7 +19,7 @@ import flashgen
 from flashgen import errors
 from flashgen.cli.app import app
 from flashgen.cli.common import Output, Table, command, progress, select
-from flashgen.codegen.spec import Spec, fields_markdown, json_schema, load_specs, shipped_spec_paths
+from flashgen.codegen.spec import Spec, fields_markdown, json_schema, load_specs, shipped_spec_paths, variant_spec_paths
 from flashgen.runtime.bundle import Bundle
 
 PARENT = str(Path(flashgen.__file__).parent.parent)
@@ -69,7 +69,7 @@ def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tu
 def test_commands_and_their_options() -> None:
     found = dict(commands())
     assert {path[0] for path in found} == {"build", "list", "explain", "verify", "bench", "bundle", "cache", "schema",
-                                           "doctor", "trace", "tune"}
+                                           "doctor", "trace", "tune", "check", "new"}
     assert {path[1] for path in found if path[0] == "cache"} == {"ls", "prune", "clear"}
     for path, one in found.items():
         assert any("--json" in parameter.opts for parameter in one.params), path
@@ -190,8 +190,9 @@ def test_a_file_that_is_not_there() -> None:
 
 def test_list_shows_every_shipped_file() -> None:
     rows = run_json("list")
-    assert [row["file"] for row in rows] == [path.name for path in shipped_spec_paths()]
-    for row, path in zip(rows, shipped_spec_paths(), strict=True):
+    paths = [*shipped_spec_paths(), *variant_spec_paths()]
+    for row, path in zip(rows, paths, strict=True):
+        assert row["file"].endswith(path.name) and row["by_name_only"] == row["file"].startswith("variants/")
         specs = load_specs(path).specs
         assert row["variants"] == len(specs) and set(row["archs"]) == {s.arch for s in specs}
         assert {tuple(d) for d in row["head_dims"]} == {(s.head_dim_qk, s.head_dim_v) for s in specs}

@@ -19,7 +19,7 @@ from flashgen.codegen.lower import lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec import Spec
 from flashgen.errors import UnsupportedError
-from flashgen.runtime import values
+from flashgen.runtime import split, values
 from flashgen.runtime.compare import check_bits
 from flashgen.runtime.edges import company_problem, edge_lengths, masks
 from flashgen.runtime.emulator.kernel import emulated_sms
@@ -56,10 +56,10 @@ def problem_of(spec: Spec, seqlen_q: int | tuple[int, ...], seqlen_kv: int | tup
 
 def test_the_plans_cover_the_families_of_kernels() -> None:
     seen = {(plan.constant("HEAD_DIM_QK"), plan.constant("HEAD_DIM_V"), dict(plan.slots)["mask"],
-             dict(plan.slots)["layout"], dict(plan.flags)["split"], spec.dtype) for spec, plan in PLANS}
-    assert len(seen) == len(PLANS) == 6 * 2 * (3 * 2 + 2)  # head dims, dtypes; masks * layouts, and split full, causal
+             dict(plan.slots)["coordinates"], spec.split, spec.pack_gqa, spec.dtype) for spec, plan in PLANS}
+    assert len(seen) == len(PLANS) == 6 * 2 * (3 * 2 + 2 * 2)  # head dims, dtypes; masks, layouts; masks, packed
     flags = [dict(plan.flags) for _, plan in PLANS]
-    for flag in ("pingpong", "out_over_queries", "out_apart", "tickets", "rows_end_inside", "poisonable"):
+    for flag in ("pingpong", "out_over_queries", "out_apart", "tickets", "stores_rows", "packed", "poisonable"):
         assert {f[flag] for f in flags} == {False, True}, flag
 
 
@@ -130,7 +130,7 @@ def test_lengths_at_the_edges_side_by_side(changes: dict[str, object]) -> None:
         solve(spec, with_nans_in_v(inputs) if number % 2 else inputs, Schedule("random", number), repr(problem))
 
 
-@pytest.mark.parametrize("sms", [1, 2, 5, 13, 200])
+@pytest.mark.parametrize("sms", [1, 2, 5, 13, 60])
 @pytest.mark.parametrize("variant", ["causal_split", "split", "window", "varlen"])
 def test_grids_of_any_size(variant: str, sms: int) -> None:
     """From one block that does everything to more SMs than there are units: tickets, parts and counters add up."""
@@ -144,18 +144,23 @@ def test_grids_of_any_size(variant: str, sms: int) -> None:
             solve(spec, problem.make_inputs(), Schedule(policy, sms, resident=1 + sms % 4), f"{policy}, {sms} SMs")
 
 
-@pytest.mark.parametrize("splits", [2, 3, 7, 16])
-@pytest.mark.parametrize("causal", [False, True])
-def test_any_number_of_parts(causal: bool, splits: int) -> None:
-    """Also more parts than the tile has key tiles: some then look at keys that nobody sees."""
-    spec = small(causal=causal, split=True)
-    for seqlen_q, seqlen_kv in ((140, 40), (300, 100)):
-        inputs = with_nans_in_v(problem_of(spec, seqlen_q, seqlen_kv).make_inputs())
-        with mock.patch.object(values, "split_tail", lambda tiles, sms, key_tiles: (tiles - tiles % sms, splits)), \
-                emulated_sms(7):
-            if splits % 2:
+@pytest.mark.parametrize("tiles_per_part", [1, 2, 3])
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+def test_any_number_of_parts(causal: bool | str, tiles_per_part: int) -> None:
+    """Up to one for each tile of keys, more than are read at once; tiles of different lengths; some of one part."""
+    def cut(num_tiles: int, lengths: dict[int, int], num_sms: int, part_bytes: int, head_dim_v: int) -> split.Parts:
+        rest = sum(lengths.values())
+        units = sum(count * -(-length // tiles_per_part) for length, count in lengths.items())
+        return split.Parts(num_tiles - rest, tiles_per_part, -(-max(lengths, default=1) // tiles_per_part),
+                           num_tiles - rest + units)
+
+    spec = small(causal=bool(causal), split=True)
+    for seqlen_q, seqlen_kv in ((140, 40), (300, 100), (5, 500)):
+        inputs = with_nans_in_v(problem_of(spec, seqlen_q, seqlen_kv, causal=causal).make_inputs())
+        with mock.patch.object(split, "split_tail", cut), emulated_sms(7):
+            if tiles_per_part % 2:
                 inputs = inputs.with_(v=torch.nan_to_num(inputs.v, 0.0, 1.0, -1.0))
-            solve(spec, inputs, Schedule("random", splits), f"{splits} parts of {seqlen_q}, {seqlen_kv}")
+            solve(spec, inputs, Schedule("random", tiles_per_part), f"parts of {seqlen_q}, {seqlen_kv}")
 
 
 def test_the_host_plans_splits_of_its_own() -> None:
@@ -165,9 +170,9 @@ def test_the_host_plans_splits_of_its_own() -> None:
                 "softmax_scale": 1.0, "top_left": False, "window": (-1, -1), "strides": {}, **more}
         return values.launch_values(lower(spec), num_sms=4, **call)
 
-    assert planned(small(split=True), 5)["splits"] > 1 and planned(small(split=True), 5)["full_tiles"] == 4
-    assert planned(small(split=True, causal=True), 2)["splits"] > 1
-    assert planned(small(split=True, causal=True), 5, seqlen_kv=640)["splits"] == 1
+    assert planned(small(split=True), 5)["max_parts"] > 1 and planned(small(split=True), 5)["full_tiles"] == 4
+    assert planned(small(split=True, causal=True), 2)["max_parts"] > 1
+    assert planned(small(split=True, causal=True), 5, seqlen_kv=640)["max_parts"] == 1
     assert planned(small(kv_layout="varlen"), 5)["num_tiles"] == 7
 
 

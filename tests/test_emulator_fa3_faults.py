@@ -25,6 +25,7 @@ MUTATED: dict[str, Spec] = {
     # fp16, whose range has the reference raised by ordinary scores
     "tickets, output over queries": _small(causal=True, schedule="overlap", dtype="fp16"),
     "turns, output apart": _small(192, causal=True, q_stages=1, split=True, schedule="pingpong"),
+    "packed": _small(split=True, causal=True, pack_gqa=True, schedule="overlap"),
     "varlen": _small(kv_layout="varlen", causal=True, q_stages=1, schedule="overlap"),
 }
 SYNCHRONISING = re.compile(
@@ -35,8 +36,6 @@ SYNCHRONISING = re.compile(
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "attend(p, smem, barriers);"):
         "with fewer registers the compiler spills, and the result is the same",
-    ("sync_warp();", "ring.wait_full(barriers + WORK_FULL);", "return first_lane(current().unit) >= 0;"):
-        "each lane has waited itself; it only brings them together early, which the shuffle would do as well",
 }
 
 
@@ -112,17 +111,28 @@ FAULTS = {
     "values read as keys": (
         "turns, parts, output over queries", "kernel", "", "descriptor(smem + SMEM_V)", "descriptor(smem + SMEM_K)"),
     "another warpgroup's queries": (
-        "turns, output apart", "kernel", "", "first_row + 64 * w, work.head_q", "first_row, work.head_q"),
+        "turns, output apart", "kernel", "", "work,\n                                   (work.m_tile * WARPGROUPS + w)",
+        "work,\n                                   (work.m_tile * WARPGROUPS)"),
     "output not rescaled": ("tickets, output over queries", "kernel", "error", "rescale.apply(o);", ""),
     "sum not rescaled": (
         "tickets, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= rescale.factor[h];", ""),
     "parts not weighted": (
-        "turns, parts, output over queries", "merge.cuh", "error", "weight[j / 2 % 2], sum);", "1.0f, sum);"),
+        "turns, parts, output over queries", "merge.cuh", "error", "fmaf(weight, columns", "fmaf(1.0f, columns"),
     "arrivals not put back": (
-        "turns, parts, output over queries", "merge.cuh", "leaves counter", "if (last) *arrivals = 0;", ""),
+        "turns, parts, output over queries", "merge.cuh", "leaves counter", "arrivals[i] = 0;", ""),
     "one part left out": (
         "turns, parts, output over queries", "merge.cuh", "error",
-        "for (int i = 0; i < parts; ++i) {", "for (int i = 1; i < parts; ++i) {"),
+        "for (int begin = 0; begin < parts;", "for (int begin = 1; begin < parts;"),
+    "blocks that are done not put back": (
+        "turns, parts, output over queries", "merge.cuh", "leaves counter", "*done = 0;", ";"),
+    "parts not waited for": (
+        "turns, parts, output over queries", "kernel", "", "parts * SLABS);\n", "parts * SLABS - 1);\n"),
+    "a part of the wrong tile": (
+        "turns, parts, output over queries", "kernel", "", "p.counters + ARRIVALS + a.tail", "p.counters + ARRIVALS"),
+    "rows of another head": ("packed", "kernel", "", "head = row % p.heads_per_kv_head", "head = 0"),
+    "rows are queries": ("packed", "kernel", "error", "return (uint32_t)row / heads;", "return row;"),
+    "rows that hold no query": ("packed", "kernel", "", "rows_per_query(p))\n      *reinterpret_cast<Chunk*>",
+                                "rows_per_query(p) + 64)\n      *reinterpret_cast<Chunk*>"),
     "rows of the next sequence overwritten": (
         "varlen", "kernel", "", "constexpr int STORED_ROWS = 16;", "constexpr int STORED_ROWS = 1;"),
     "a sequence's own rows": ("varlen", "kernel", "", "return w.kv_begin;", "return w.kv_begin + 1;"),
@@ -132,7 +142,7 @@ FAULTS = {
         "!any_in_warp(((zeros[0] | zeros[1])", "!any_in_warp((0"),
     "NaN of hidden keys added": (
         "tickets, output over queries", "nonfinite.cuh", "NaN",
-        "keys.first <= key && key <= keys.last;", "keys.first <= key && key <= keys.last + 1;"),
+        "holds(visible(q_pos + 8 * h), key);", "holds(visible(q_pos + 8 * h), key - 1);"),
     "NaN not put back": ("varlen", "kernel", "NaN", "a.poisoned[0] + a.poisoned[1] != 0", "false"),
     "a ticket drawn twice": (
         "tickets, output over queries", "kernel", "", "gridDim.x + draw_ticket(p.counters)", "gridDim.x"),

@@ -139,7 +139,7 @@ def test_text(text: str, printed: str) -> None:
     assert parse(printed, params, "score") == tree
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(texts(depth=4))
 def test_text_and_canonical_form(case: tuple[Any, str]) -> None:
     """The text of a tree is the tree again; so for the canonical tree, which stays as it is and is no larger."""

@@ -30,7 +30,7 @@ def of_points(visible: Any) -> TileClass:
     return TileClass.FULL if visible.all() else TileClass.PARTIAL if visible.any() else TileClass.SKIP
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(texts("mask", depth=3), st.integers(0, 2**16), st.data())
 def test_sound(case: tuple[Any, str], seed: int, data: st.DataObject) -> None:
     """SKIP and FULL are true of every position in the box; other names are given exactly, as a range, or not at all."""

@@ -181,6 +181,48 @@ def test_a_named_file_with_both_families(registry: Registry) -> None:
     assert served(registry, wanted(spec="both", tensor_maps=False)) == ("x_bf16_d128.sm_90", "compiled")
 
 
+@pytest.mark.parametrize("sizes, variant", [
+    ((1, 2112, 4000, 12, 12), "fa3_fwd_bf16_d128"),           # a tile for each SM
+    ((1, 300, 4000, 2, 2), "fa3_fwd_bf16_d128_split"),        # few
+    ((2, 1, 4000, 32, 8), "fa3_fwd_bf16_d128_split_packed"),  # heads share a tile: fewer still
+    ((99, 1, 4000, 32, 8), "fa3_fwd_bf16_d128_split_packed"),
+    ((1, 2112, 4000, 12, 3), "fa3_fwd_bf16_d128"),            # as many packed as not
+    ((1, 1, 4000, 65, 1), "fa3_fwd_bf16_d128_split"),         # more heads than rows
+])
+def test_sizes_decide_before_a_kernel_is_loaded(sizes: tuple[int, ...], variant: str,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one compiled kernel is enough where FLASHGEN_NO_COMPILE is set."""
+    asked: list[str] = []
+
+    class Loaded(Exception):
+        pass
+
+    def compiled(found: Spec, _: int) -> Any:
+        asked.append(found.variant)
+        raise Loaded
+
+    monkeypatch.setattr(lookup, "device_facts", lambda index: SimpleNamespace(cc=90, num_sms=132))
+    monkeypatch.setattr(lookup, "_compiled", compiled)
+    registry = Registry()
+    registry._bundles = []
+    names = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "num_heads_kv")
+    with pytest.raises(Loaded):
+        registry.kernel(registry.for_sizes(wanted(), 0, dict(zip(names, sizes, strict=True))), 0)
+    assert asked == [variant]
+
+
+@pytest.mark.parametrize("changes", [{"score": "2 * score"}, {"sink": "per_head"}, {"normalize": "none", "lse": False}])
+def test_variants_with_expressions_have_no_twins(changes: dict[str, Any]) -> None:
+    """So that calls of all sizes share a kernel."""
+    registry = Registry()
+    call = {"batch": 2, "seqlen_q": 1, "seqlen_kv": 4000, "num_heads_q": 32, "num_heads_kv": 8}
+    for given in (spec("fa3", **changes), flashgen.variant(**changes)):
+        asked = wanted(spec=registry.spec_handle(given))
+        assert registry.for_sizes(asked, EMULATED, call) == asked
+    registry._specs["both"] = (spec("fa3"), spec("fa3", **changes))
+    assert registry.for_sizes(wanted(spec="both"), EMULATED, call).pack_gqa
+
+
 # ---- what a call says of its tensors
 
 class Asked(Exception):

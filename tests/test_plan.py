@@ -13,6 +13,7 @@ from flashgen.codegen.plan import Plan, params_layout
 from flashgen.codegen.render import render
 from flashgen.codegen.smem import layout_regions
 from flashgen.codegen.spec import Roles, Spec, Tile
+from flashgen.codegen.spec_fields import EXTRA
 from flashgen.codegen.target import FEATURES, TARGETS
 from flashgen.codegen.tiles import TILES
 from flashgen.errors import PlanError, SpecError
@@ -34,7 +35,7 @@ FA3_FIELDS = FIELDS | {
     "tile": st.none() | st.builds(Tile, m=st.sampled_from([64, 128, 192, 256]), n=SIXTEENS),
     "roles": st.none() | st.builds(Roles, mma=st.sampled_from([4, 8, 12, 16])),
     "q_stages": st.sampled_from([None, 1, 2]),
-    "schedule": st.sampled_from([None, "overlap", "pingpong"]), "split": st.booleans(),
+    "schedule": st.sampled_from([None, "overlap", "pingpong"]), "split": st.booleans(), "pack_gqa": st.booleans(),
 }
 
 
@@ -159,9 +160,12 @@ CHANGES = {
     "window": True, "kv_layout": "varlen", "lse": False, "batch_invariant": True, "tile": Tile(m=64, n=32), "stages": 3,
     "roles": Roles(mma=8), "blocks_per_sm": 1, "q_operand": "shared",
 }
-FA3_CHANGES = {"family": "fa3", "q_stages": 2, "schedule": "overlap", "split": True}
+FA3_CHANGES = {"family": "fa3", "q_stages": 2, "schedule": "overlap", "split": True, "pack_gqa": True}
 MLA_CHANGES = {"pass": "schedule", "page_size": 1}
-ONE_VALUE = {"score"}  # a second value must join CHANGES
+EXPRESSIONS = {  # test_variants.py compiles these
+    "score": {"score": "2 * score"}, "mask": {"mask": "kv_pos // 7 == q_pos // 7"}, "sink": {"sink": "per_head"},
+    "align": {"align": "top_left", "score": "score + q_pos"}, "normalize": {"normalize": "none", "lse": False},
+    "params": {"score": "gain * score", "params": {"gain": {"type": "float"}}}}
 
 
 def test_every_spec_field_changes_the_cache_key():
@@ -174,8 +178,9 @@ def test_every_spec_field_changes_the_cache_key():
 
     base = BASE.with_(head_dim_qk=64, head_dim_v=64)
     names = {name for name, _ in base.fields()} | {"arch"}
-    assert names == CHANGES.keys() | FA3_CHANGES.keys() | MLA_CHANGES.keys() | ONE_VALUE
-    keys = {"base": key(base)} | {name: key(base.with_(**{name: value})) for name, value in CHANGES.items()}
+    assert names | set(EXTRA) == CHANGES.keys() | FA3_CHANGES.keys() | MLA_CHANGES.keys() | EXPRESSIONS.keys()
+    keys = {name: key(base.with_(**changes)) for name, changes in EXPRESSIONS.items()}
+    keys |= {"base": key(base)} | {name: key(base.with_(**{name: value})) for name, value in CHANGES.items()}
     fa3 = base.with_(family="fa3", arch="sm_90a")
     keys |= {name: key(fa3.with_(**{name: value})) for name, value in FA3_CHANGES.items()}
     mla = base.with_(family="flashmla", arch="sm_90a", pass_="decode", head_dim_qk=576, head_dim_v=512,

@@ -150,9 +150,17 @@ def test_anchors_and_merge_keys(load):
 
 # ---- the Spec itself and its table
 
+EXPRESSIONS: dict[str, list[Any]] = {
+    "score": ["none", "cap * tanh(score / cap)", "score - slope[head_q]"], "mask": ["none", "kv_pos <= q_pos", "True"],
+    "params": [{"cap": {"type": "float", "default": 30.0},
+                "slope": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q"]}}]}
+
+
 def values_of(row: spec_fields.Row) -> st.SearchStrategy[Any]:
     if row.parts:
         value = st.fixed_dictionaries({p.name.rpartition(".")[2]: values_of(p) for p in row.parts})
+    elif row.name in EXPRESSIONS:
+        value = st.sampled_from(EXPRESSIONS[row.name])
     elif row.name == "name":
         value = st.sampled_from(["k", "fa2_fwd", "fa2_bf16_d64", "k_bf16_d64_causal"])
     else:
@@ -169,13 +177,21 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
     kept["window"] = kept["window"] and not kept["causal"]
     kept |= {"pass": "fwd", "kv_layout": {"paged": "varlen"}.get(kept["kv_layout"], kept["kv_layout"]),
              **{name: kept[name] and 8 + kept[name] % 256 // 8 * 8 for name in ("head_dim_qk", "head_dim_v")}}
+    built_in = kept["causal"] or kept["window"]
+    kept["mask"] = "none" if built_in else kept["mask"]
+    if built_in or kept["score"] == kept["mask"] == "none":
+        kept["align"] = "bottom_right"
+    if kept["normalize"] == "none":
+        kept |= {"lse": False, "sink": "none"}
     if kept["family"] == "fa3":
         warpgroups = 1 + (kept["roles"] or {"mma": 11})["mma"] % 4
+        changed = any(kept[name] != "none" for name in ("score", "mask", "sink")) or kept["normalize"] == "none"
         kept |= {"arch": "sm_90a", "roles": kept["roles"] and {"mma": 4 * warpgroups},
                  "tile": kept["tile"] and kept["tile"] | {"m": 64 * warpgroups},
                  "schedule": "overlap" if warpgroups == 1 and kept["schedule"] == "pingpong" else kept["schedule"],
                  "split": kept["split"] and not (
-                     kept["batch_invariant"] or kept["window"] or kept["kv_layout"] == "varlen")}
+                     kept["batch_invariant"] or kept["window"] or kept["kv_layout"] == "varlen" or changed),
+                 "pack_gqa": kept["pack_gqa"] and not (kept["window"] or kept["kv_layout"] == "varlen" or changed)}
     return kept
 
 
@@ -189,11 +205,12 @@ def keep_rules_of_mla(kept: dict[str, Any]) -> dict[str, Any]:
 
 
 VALUES = st.fixed_dictionaries({row.name: values_of(row) for row in spec_fields.rows()}).map(keep_rules)
-CONSTANT = ("arch", "score")  # arch is no part of the variant, the other has one value so far
+CONSTANT = ("arch", "params")  # no part of the variant by themselves
 
 
 def spec(values: dict[str, Any]) -> Spec:
-    (only,) = specs_from_mapping(values)
+    read = {name: param for name, param in values.get("params", {}).items() if name in values["score"]}
+    (only,) = specs_from_mapping(values | {"params": read})
     return only
 
 
@@ -216,14 +233,14 @@ def test_each_field_changes_the_variant_name(values, row, data):
         values = values | {name: MLA[name] for name in MLA.keys() - {"name"}}
     elif values["family"] == "flashmla":  # in which most of them are fixed
         values = values | {"family": "fa2"}
-    if row.name in ("causal", "window", "split"):
+    if row.name in ("causal", "window", "split", "pack_gqa"):
         values = values | {"causal": False, "window": False, "batch_invariant": False, "kv_layout": "dense"}
     values = keep_rules(values)
     changed = keep_rules(values | {row.name: data.draw(values_of(row))})
     one, other = spec(values), spec(changed)
-    different = {name for (name, before), (_, after) in zip(one.fields(), other.fields(), strict=True)
-                 if before != after}
-    assume(different == {row.name})
+    before, after = dict(one.fields()), dict(other.fields())
+    different = {name for name in before | after if before.get(name) != after.get(name)}
+    assume(different - {"params"} == {row.name})
     assert other.variant != one.variant
 
 
@@ -233,7 +250,10 @@ def test_specs_hash_pickle_and_survive_json(values):
     one = spec(values)
     assert pickle.loads(pickle.dumps(one)) == one == spec(values) and hash(one) == hash(spec(values))
     assert _freeze(json.loads(json.dumps(one.fields()))) == one.fields()
-    assert [name for name, _ in one.fields()] == [row.name for row in spec_fields.rows() if row.name != "arch"]
+    names = [name for name, _ in one.fields()]
+    rows = [row for row in spec_fields.rows() if row.name != "arch"]
+    assert names == [row.name for row in rows if row.name in names]
+    assert {row.name for row in rows} - set(names) <= set(spec_fields.EXTRA)
     assert Spec.model_validate_json(one.model_dump_json(by_alias=True)) == one
 
 
@@ -294,6 +314,7 @@ def test_schema_allows_lists_and_holds_the_table():
 
 @pytest.mark.parametrize(("changes", "suffix"), [
     ({}, "fa3"), ({"q_stages": 2}, "fa3_q2"), ({"schedule": "overlap"}, "fa3_overlap"), ({"split": True}, "fa3_split"),
+    ({"pack_gqa": True}, "fa3_packed"), ({"pack_gqa": True, "split": True}, "fa3_split_packed"),
     ({"split": False}, "fa3"),
     ({"tile": {"m": 192, "n": 80}, "roles": {"mma": 12}, "stages": 3, "q_stages": 1, "schedule": "pingpong"},
      "fa3_m192n80_s3_w12_q1_pingpong"),

@@ -144,6 +144,8 @@ CASES = {
         "split is true together with window: its tiles see few keys", "`- {window: true, split: true}` to exclude"]),
     "split and varlen": (FA3 + "kv_layout: varlen\nsplit: true\n", "8:8", [
         "split is true together with kv_layout: how many", "`- {kv_layout: varlen, split: true}` to exclude"]),
+    "packed and varlen": (FA3 + "kv_layout: varlen\npack_gqa: true\n", "8:11", [
+        "pack_gqa is true together with kv_layout varlen", "`- {kv_layout: varlen, pack_gqa: true}` to exclude"]),
     "set a list": (FULL + "overrides: [{when: {dtype: bf16}, set: {stages: [2, 3]}}]\n", "7:49", ["stages is a list"]),
     "too many": (HEAD.replace("sm_80", f"[{', '.join(TARGETS)}]") + f"head_dim_qk: {list(range(8, 257, 8))}\n"
                  f"head_dim_v: {list(range(8, 257, 8))}\n", "6:1", ["7 (arch) * 32", "= 7168 variants", "4096"]),

@@ -37,7 +37,7 @@ def test_dense_maps() -> None:
     assert found["q_map"].dims == (64, 50, 6, 3) and found["q_map"].strides == (768, 128, 38400)
     assert found["k_map"].dims == (64, 70, 2, 3) and found["k_map"].strides == (256, 128, 17920)
     assert found["v_map"].dims == (40, 70, 2, 3) and found["v_map"].strides == (160, 80, 11200)
-    assert {shape.box for shape in found.values()} == {(64, 16, 1, 1)} and not any(s.empty for s in found.values())
+    assert {shape.box for shape in found.values()} == {(64, 16, 1, 1)}
     assert {(s.swizzle_bytes, s.element_bytes, s.tensor) for s in found.values()} == {(128, 2, t) for t in "qkv"}
 
 
@@ -57,15 +57,11 @@ def test_varlen_maps_have_one_sequence() -> None:
     assert k_map.dims == (64, 70, 2, 1) and k_map.strides == (256, 128, 128)
 
 
-def test_dimensions_of_one_and_empty_keys_get_legal_strides() -> None:
+def test_dimensions_of_one_get_legal_strides() -> None:
     plan = fa3_like()
     odd = bits(64).as_strided((1, 1, 1, 64), (0, 1, 3, 1))  # strides of size-1 dimensions mean nothing
     for shape in map_shapes(plan, values_of(plan, odd, odd, odd, odd, 1)):
         assert shape.dims == (64, 1, 1, 1) and shape.strides == (128, 128, 128)
-    none = bits(2, 70, 2, 64)[:, :0]
-    q_map, k_map, v_map = map_shapes(plan, values_of(plan, bits(2, 50, 6, 64), none, none, bits(2, 50, 6, 64), 2))
-    assert not q_map.empty and k_map.empty and v_map.empty
-    assert k_map.dims == v_map.dims == (64, 1, 2, 2) and k_map.strides == (128, 128, 128)
 
 
 @pytest.mark.parametrize("shape, strides, fits", [
@@ -111,16 +107,6 @@ def test_a_launcher_keeps_its_maps_up_to_date(watched: WatchedDriver) -> None:
         assert name.endswith(word)
 
 
-def test_an_empty_tensor_gets_the_address_of_q(watched: WatchedDriver) -> None:
-    plan = fa3_like()
-    q, none = bits(2, 50, 6, 64), bits(2, 0, 2, 64)
-    launcher = Launcher(watched_kernel(plan, watched), values_of(plan, q, none, none, q, 2))
-    launcher(0, 4096, 0, 0, 16384, 20480, 0)
-    launcher(0, 8192, 0, 0, 16384, 20480, 0)
-    assert [arguments[2] for arguments in watched.encoded] == [4096] * 3
-    assert [address for _, address in watched.replaced] == [8192]
-
-
 def test_a_refused_address_is_tried_again(watched: WatchedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch after a failed one must not believe that the maps hold what they were asked to hold."""
     from flashgen.errors import DriverError
@@ -136,6 +122,17 @@ def test_a_refused_address_is_tried_again(watched: WatchedDriver, monkeypatch: p
     monkeypatch.setattr(launcher, "_replace", good)
     launcher(0, 4096, 8208, 12288, 16384, 20480, 0)
     assert struct.unpack_from("<Q", watched.launches[-1], 128) == (8208,)
+
+
+def test_blocks_that_wait_for_each_other_are_launched_together(watched: WatchedDriver) -> None:
+    plan, q = fa3_like(), bits(1, 20, 5, 64)
+    for keys, cooperative in ((1, False), (2000, True)):
+        k = bits(1, keys, 5, 64)
+        values = values_of(plan, q, k, k, q, 1, num_sms=64)
+        assert values["cooperative"] is cooperative
+        config = Launcher(watched_kernel(plan, watched), values)._config
+        assert [(a.id.name, a.value.cooperative) for a in config.attrs] == [
+            ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", 1)] * cooperative and config.numAttrs == cooperative
 
 
 def test_a_plan_without_maps_is_packed_as_before(watched: WatchedDriver) -> None:
@@ -224,19 +221,14 @@ def test_rows_past_the_keys_are_zero() -> None:
     assert torch.equal(out, q)  # where both are there they cancel, and past the end both are zero
 
 
-def test_an_emulated_kernel_without_keys() -> None:
-    q, none = bits(2, 20, 2, 64), bits(2, 0, 2, 64)
-    assert (solve(fa3_like(), q, none, none) == 7).all()
-
-
 def test_a_counter_left_behind_is_reported() -> None:
     q = bits(1, 20, 2, 64)
-    with pytest.raises(VerifyError, match=r"(?s)fa3_like\.sm_90a.*leaves counter 1 of 18 at 4.*replay: policy"):
+    with pytest.raises(VerifyError, match=r"(?s)fa3_like\.sm_90a.*leaves counter 1 of 7 at 4.*replay: policy"):
         solve(fa3_like(), q, q, q, reset=";")
 
 
 def test_counters_end_where_they_should() -> None:
-    """2 + 4 words per SM, and no more."""
+    """3 and a word per SM, and no more."""
     q = bits(1, 20, 2, 64)
     with pytest.raises(KernelFault, match="counters"):
-        solve(fa3_like(), q, q, q, reset="p.counters[18] = 0;")
+        solve(fa3_like(), q, q, q, reset="p.counters[7] = 0;")

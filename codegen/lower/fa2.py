@@ -6,9 +6,10 @@ stays inside a quad of lanes. K and V tiles of BLOCK_N rows pass through a ring 
 from __future__ import annotations
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.lower import expressions
 from flashgen.codegen.lower.common import overridden, size_params, stride_params, tensor_params
 from flashgen.codegen.plan import Constant, Launch, Param, Plan, Role, registers_per_thread_max
-from flashgen.codegen.slots import LAYOUTS, MASKS, SCORES, mask_choice
+from flashgen.codegen.slots import LAYOUTS, tiled_as
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import Target
@@ -21,8 +22,8 @@ OVERHEAD_REGISTERS = 24
 
 
 def lower(spec: Spec, target: Target) -> Plan:
-    mask = mask_choice(spec.causal, spec.window)
-    row = find_tile("fa2", target.name, mask, spec.head_dim_qk, spec.head_dim_v)
+    mask = expressions.mask_of(spec)
+    row = find_tile("fa2", target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v)
     if not target.features >= {"cp_async", "ldmatrix", "mma_sync"} or row is None:
         raise PlanError(f"no fa2 tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256)")
@@ -34,19 +35,20 @@ def lower(spec: Spec, target: Target) -> Plan:
         ("K", tile.stages * tile_bytes(tile.n, spec.head_dim_qk), f"{tile.stages} stages of {tile.n} keys"),
         ("V", tile.stages * tile_bytes(tile.n, spec.head_dim_v), f"{tile.stages} stages of {tile.n} values"),
         ("WORK", 32, "which sequence, head and query tile this block has"),
+        *((("TILES", 16 * -(-tile.stages // 4), "which tile each stage holds"),) if mask == "expression" else ()),
     ))
     return Plan(
         variant=spec.variant, target=target.name, family="fa2", pass_="fwd", spec=spec.fields(),
         template="fa2/fwd.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, tile, cols_qk, cols_v, target),
-        slots=(("layout", spec.kv_layout), ("score", spec.score), ("mask", mask)),
+        slots=(("layout", spec.kv_layout), ("score", expressions.score_of(spec)), ("mask", mask)),
         flags=(("lse", spec.lse), ("q_in_registers", tile.q_operand == "registers"),
-               ("q_in_shared", tile.q_operand == "shared")),
-        params=_params(spec, mask), smem=smem, roles=(Role("mma", tile.warps),),
+               ("q_in_shared", tile.q_operand == "shared"), *expressions.flags_of(spec)),
+        params=_params(spec), smem=smem, roles=(Role("mma", tile.warps),),
         launch=Launch(32 * tile.warps, tile.blocks_per_sm, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = m_tiles * num_heads_q" + ("" if spec.kv_layout == "varlen" else " * batch")),
         register_usage_level=tile.register_usage_level,
-        notes=(f"tile: {tile.source}",),
+        notes=(f"tile: {tile.source}",), expressions=expressions.printed(spec),
     )
 
 
@@ -90,7 +92,7 @@ def _constants(spec: Spec, tile: TileRow, cols_qk: int, cols_v: int, target: Tar
     )
 
 
-def _params(spec: Spec, mask: str) -> tuple[Param, ...]:
+def _params(spec: Spec) -> tuple[Param, ...]:
     """Pointers and 64-bit strides first, so that the struct has no holes."""
-    return (*tensor_params(spec), *LAYOUTS[spec.kv_layout], *stride_params(spec), *size_params(spec),
-            *SCORES[spec.score], *MASKS[mask].params)
+    return (*tensor_params(spec), *LAYOUTS[spec.kv_layout], *expressions.pointer_params(spec), *stride_params(spec),
+            *size_params(spec), *expressions.slot_params(spec))

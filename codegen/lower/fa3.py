@@ -5,10 +5,13 @@ query tile. Keys and values pass through rings of NUM_STAGES stages; each warpgr
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.lower import expressions
 from flashgen.codegen.lower.common import overridden, size_params, stride_params, tensor_params
 from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
-from flashgen.codegen.slots import LAYOUTS, MASKS, ORDERS, SCORES, mask_choice
+from flashgen.codegen.slots import LAYOUTS, ORDERS, ROWS, tiled_as
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import Target
@@ -32,45 +35,56 @@ OUT_STAGES = 2            # panels of the output that a warp has under way
 WORK_STAGES = 2           # query tiles announced ahead: the one at work, and the one whose loads run
 TICKET_LEAD = 3           # hides the answer of a device-wide counter; more would hand out tiles too early
 CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
+MERGED_CHUNKS = 2         # the least that fills a sector of device memory; small shares keep every SM busy
+PARTS_AT_ONCE = 6         # what the registers of four warpgroups hold
+GATHER_ROWS, GATHER_HEAD_DIM = 128, 64  # of kernels that spill with more: three warpgroups have 160 registers each
 ASSIGNMENT_BYTES = 56     # of one announcement, at most, and for each warpgroup
 KV_TILES_BYTES = 20
 
 
 def lower(spec: Spec, target: Target) -> Plan:
-    mask = mask_choice(spec.causal, spec.window)
-    row = find_tile("fa3", target.name, mask, spec.head_dim_qk, spec.head_dim_v, spec.split)
+    mask = expressions.mask_of(spec)
+    row = find_tile("fa3", target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v, spec.split)
     if not target.features >= {"tma", "wgmma"} or row is None:
         raise PlanError(f"no fa3 tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256) on sm_90a", nearest="family fa2")
+    if expressions.gathers(spec) and row.m > GATHER_ROWS and spec.head_dim_v > GATHER_HEAD_DIM:
+        row = replace(row, m=GATHER_ROWS, warps=GATHER_ROWS // WARPGROUP_ROWS * WARPGROUP_WARPS,
+                      source=f"{row.source}; with fewer rows, as each score reads an element of a tensor")
     tile = overridden(spec, row)
     _check_tile(spec, tile)
     groups, varlen = tile.m // WARPGROUP_ROWS, spec.kv_layout == "varlen"
     load_registers, mma_registers = REGISTERS.get(groups, (None, None))
     split = spec.split
     pingpong = (spec.schedule or tile.schedule) == "pingpong" and groups > 1
-    order = "tickets" if varlen else "in_order" if mask == "full" else "longest_first"
+    packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
+    order = "longest_first" if varlen or (mask != "full" and not packed) else "in_order"
     # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
     poisonable = varlen or mask != "full"
     barriers = _barriers(tile, groups, poisonable)
     out_stages = _out_stages(spec, tile)
-    smem = _smem(spec, tile, groups, split, out_stages, barriers)
+    over_queries = not packed and not out_stages
+    smem = _smem(spec, tile, groups, mask == "expression", out_stages, barriers)
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
         template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, tile, groups, out_stages, split, pingpong, poisonable),
-        slots=(("layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("score", spec.score), ("mask", mask),
+        slots=(("layout", "packed" if packed else spec.kv_layout), ("coordinates", spec.kv_layout),
+               ("rows", "packed" if packed else "plain"), ("score", expressions.score_of(spec)), ("mask", mask),
                ("order", order)),
         flags=(("lse", spec.lse), ("split", split), ("whole", not split), ("tickets", order != "in_order"),
-               ("pingpong", pingpong), ("out_over_queries", not out_stages), ("out_apart", bool(out_stages)),
-               ("rows_end_inside", varlen), ("moves_registers", groups in REGISTERS),
-               ("poisonable", poisonable), ("pure", not poisonable)),
-        params=_params(spec, mask, order, split), smem=smem,
+               ("pingpong", pingpong), ("out_over_queries", over_queries), ("frees_queries", not over_queries),
+               ("out_apart", bool(out_stages)), ("stores_boxes", not packed), ("stores_rows", varlen or packed),
+               ("packed", packed), ("moves_registers", groups in REGISTERS), ("poisonable", poisonable),
+               ("pure", not poisonable), *expressions.flags_of(spec)),
+        params=_params(spec, order, split), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
         launch=Launch(WARPGROUP_THREADS * (groups + 1), 1, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = one block per SM, or per unit of work where those are fewer"),
         tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
+        expressions=expressions.printed(spec),
     )
 
 
@@ -107,7 +121,7 @@ def _barriers(tile: TileRow, groups: int, poisonable: bool) -> tuple[Barrier, ..
     )
 
 
-def _smem(spec: Spec, tile: TileRow, groups: int, split: bool, out_stages: int,
+def _smem(spec: Spec, tile: TileRow, groups: int, walked: bool, out_stages: int,
           barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
     q_stages = tile.q_stages * groups
     return layout_regions((
@@ -120,8 +134,8 @@ def _smem(spec: Spec, tile: TileRow, groups: int, split: bool, out_stages: int,
           if out_stages else ()),
         ("WORK", WORK_STAGES * (ASSIGNMENT_BYTES + groups * KV_TILES_BYTES),
          f"{WORK_STAGES} announcements of query tiles"),
-        *((("SAID", 16, "a word per warpgroup: whether it was the last to write its part of a split tile"),)
-          if split else ()),
+        *((("TILES", 16 * -(-tile.stages // 2), "[2][stages]: which tile each stage of keys holds, and of values"),)
+          if walked else ()),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))
 
@@ -132,17 +146,24 @@ def _panel_cols(head_dim: int) -> int:
 
 
 def _out_stages(spec: Spec, tile: TileRow) -> int:
-    """Panels of shared memory that each warp has for its output. 0: it goes where its queries were, which is possible
-    when they are as wide, and the next ones have a stage of their own."""
+    """Panels of shared memory that each warp has for its output. 0: none, because its rows lie apart (packed), or it
+    goes where its queries were, which is possible when they are as wide, and the next ones have a stage of their own.
+    """
     fits = (tile.q_stages > 1 and _panel_cols(spec.head_dim_qk) == _panel_cols(spec.head_dim_v)
             and smem_cols(spec.head_dim_v) <= smem_cols(spec.head_dim_qk))
-    return 0 if fits else OUT_STAGES
+    return 0 if fits or spec.pack_gqa else OUT_STAGES
 
 
 def _tensor_maps(spec: Spec, tile: TileRow) -> tuple[TensorMap, ...]:
-    return tuple(TensorMap(f"{name}_map", name, _panel_cols(dim), rows, 2 * _panel_cols(dim)) for name, dim, rows in (
-        ("q", spec.head_dim_qk, WARPGROUP_ROWS), ("k", spec.head_dim_qk, tile.n), ("v", spec.head_dim_v, tile.n),
-        ("out", spec.head_dim_v, WARP_ROWS)))
+    return tuple(
+        TensorMap(f"{name}_map", name, _panel_cols(dim), rows, 2 * _panel_cols(dim), spec.pack_gqa and name == "q")
+        for name, dim, rows in (
+            ("q", spec.head_dim_qk, WARPGROUP_ROWS), ("k", spec.head_dim_qk, tile.n), ("v", spec.head_dim_v, tile.n),
+            ("out", spec.head_dim_v, WARP_ROWS)) if _has_map(spec, name))
+
+
+def _has_map(spec: Spec, tensor: str) -> bool:
+    return tensor != "out" or not spec.pack_gqa  # 16 packed rows are no box
 
 
 def _wgmma_shapes(spec: Spec, tile: TileRow) -> tuple[WgmmaShape, ...]:
@@ -161,7 +182,8 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         Constant("NUM_STAGES", tile.stages, "K tiles, and V tiles, in shared memory"),
         Constant("Q_STAGES", tile.q_stages, "query tiles of each warpgroup"),
         Constant("WORK_STAGES", WORK_STAGES, "query tiles announced ahead"),
-        Constant("TICKET_LEAD", TICKET_LEAD, "key tiles left to load when a block asks for its next unit"),
+        *(() if expressions.mask_of(spec) == "expression" else
+          (Constant("TICKET_LEAD", TICKET_LEAD, "key tiles left to load when a block asks for its next unit"),)),
         Constant("NUM_THREADS", WARPGROUP_THREADS * (groups + 1), "with the warpgroup of copy warps"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and out in device memory"),
@@ -171,11 +193,14 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v, likewise"),
     ]
     panels = smem_cols(spec.head_dim_v) // _panel_cols(spec.head_dim_v)
-    constants += [
-        Constant("OUT_STAGES", out_stages or panels, "panels of 16 rows of output that a warp has room for"),
-        Constant("STORED_ROWS", WARP_ROWS if spec.kv_layout == "varlen" else 1,
-                 "of a warp's 16 that must exist for a box to take them: it ends where the tensor does"),
-    ]
+    if spec.pack_gqa:
+        constants.append(Constant("STORED_ROWS", WARPGROUP_ROWS + 1, "more than there are: no box takes rows of heads"))
+    else:
+        constants += [
+            Constant("OUT_STAGES", out_stages or panels, "panels of 16 rows of output that a warp has room for"),
+            Constant("STORED_ROWS", WARP_ROWS if spec.kv_layout == "varlen" else 1,
+                     "of a warp's 16 that must exist for a box to take them: it ends where the tensor does"),
+        ]
     if groups in REGISTERS:
         load_registers, mma_registers = REGISTERS[groups]
         constants += [
@@ -191,22 +216,27 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         constants.append(Constant("TURN_BARRIER", 1, "first of the named barriers for turns, one per warpgroup"))
     if split:
         constants += [
-            Constant("PART_BARRIER", 1 + groups, "first of the named barriers around a part's arrival, likewise"),
             Constant("PARTIAL_FLOATS", groups * (cols_v // 2 + 4) * WARPGROUP_THREADS,
                      "one part: output, reference and sum of every mma thread"),
+            Constant("MERGED_CHUNKS", MERGED_CHUNKS, "8 columns each, of the rows that a warp adds up at a time"),
+            Constant("PARTS_AT_ONCE", PARTS_AT_ONCE, "read together"),
+            Constant("MERGE_BARRIER", 1 + groups, "the named barrier behind those for turns: no warp waits for parts"),
         ]
     return tuple(constants)
 
 
-def _params(spec: Spec, mask: str, order: str, split: bool) -> tuple[Param, ...]:
+def _params(spec: Spec, order: str, split: bool) -> tuple[Param, ...]:
     """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
     maps = [Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]")
-            for name in ("q", "k", "v", "out")]
-    pointers = [*tensor_params(spec), *LAYOUTS[spec.kv_layout],
+            for name in ("q", "k", "v", "out") if _has_map(spec, name)]
+    pointers = [*tensor_params(spec), *LAYOUTS[spec.kv_layout], *expressions.pointer_params(spec),
                 Param("counters", "i32_out", "tickets and arrivals, zero between launches")]
-    sizes = [*size_params(spec), Param("num_tiles", "i32", "query tiles, over all heads and sequences")]
+    sizes = [*size_params(spec), Param("num_units", "i32", "of work: query tiles of all heads and sequences, or parts")]
+    sizes += ROWS["packed" if spec.pack_gqa else "plain"]
     if split:
-        pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][splits] parts of PARTIAL_FLOATS"))
-        sizes += [Param("full_tiles", "i32", "the first of them, which are not split"),
-                  Param("splits", "i32", "parts of each of the others")]
-    return (*maps, *pointers, *stride_params(spec), *sizes, *ORDERS[order], *SCORES[spec.score], *MASKS[mask].params)
+        pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][max_parts] parts of PARTIAL_FLOATS"))
+        sizes += [Param("num_tiles", "i32", "query tiles, over all heads and sequences"),
+                  Param("full_tiles", "i32", "the first of them, which are not split"),
+                  Param("tiles_per_part", "i32", "tiles of keys of each part of the others, at most"),
+                  Param("max_parts", "i32", "parts of a tile, at most")]
+    return (*maps, *pointers, *stride_params(spec), *sizes, *ORDERS[order], *expressions.slot_params(spec))

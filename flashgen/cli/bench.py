@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashgen.cli.common import Archs, Output, SpecArguments, Table, Variants, command, progress, select
-from flashgen.errors import EnvironmentError_, UnsupportedError
+from flashgen.cli.common import Archs, Output, Table, Variants, command, progress, select
+from flashgen.errors import EnvironmentError_, SpecError, UnsupportedError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
@@ -21,7 +21,9 @@ def register(app: typer.Typer) -> None:
     command(app, bench)
 
 
-def bench(specs: SpecArguments, arch: Archs = None, variant: Variants = None,
+def bench(specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC...]", help=(
+              "Spec files, or names of shipped ones; none for a grid that lists variants."))] = None,
+          arch: Archs = None, variant: Variants = None,
           peers: Annotated[str, typer.Option("--peers", metavar="NAMES", help="Comma-separated; '' for none.")] = (
               ALL_PEERS),
           problem_grid: Annotated[str | None, typer.Option("--problem-grid", metavar="GRID", help=(
@@ -39,16 +41,14 @@ def bench(specs: SpecArguments, arch: Archs = None, variant: Variants = None,
     """Time kernels against peers on this machine's GPU; write JSON and a picture below DIR/<gpu>.
 
     Decodes are compared with the marks in benchmarks/marks instead."""
+    if not specs:
+        return _bench_variants(problem_grid, peers, timer, out, rounds=rounds, given_commit=given_commit)
     chosen = select(specs, arch, variant)
     try:
         from flashgen.runtime.bench_device import PEERS, CudaDevice
     except ImportError as err:
         raise EnvironmentError_(f"torch cannot be imported: {err}", next="flashgen doctor") from err
-    names = [name.strip() for name in peers.split(",") if name.strip()]
-    for name in names:
-        if name not in PEERS:
-            raise UnsupportedError(f"no peer {name}", where="--peers", allowed=", ".join(PEERS),
-                                   nearest=next(iter(difflib.get_close_matches(name, PEERS, n=1)), ""))
+    names = _names(peers, tuple(PEERS))
     device = CudaDevice(timer, data)
     if overhead:
         return _overhead(device, out, given_commit)
@@ -86,6 +86,52 @@ def mla_tables(results: dict[str, Any]) -> list[str | Table]:
     means = ", ".join(f"{name} {mean:.3f}" for name, mean in geomeans_by_heads(results["rows"]).items())
     return [f"{results['gpu']}, driver {results['driver']}; marks: {results['marks'] or 'none for this card'}",
             Table(columns, rows), *([f"speed over the marks, geometric mean: {means}"] if means else [])]
+def _names(peers: str, known: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in peers.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UnsupportedError(f"no peer {name}", where="--peers", allowed=", ".join(known),
+                                   nearest=next(iter(difflib.get_close_matches(name, known, n=1)), ""))
+    return names
+
+
+def _bench_variants(grid: str | None, peers: str, timer: str, out: Path, **options: Any) -> Output:
+    """A grid that lists variants, each beside FlexAttention and our own built-in masks."""
+    from flashgen.runtime.bench import write_results
+    from flashgen.runtime.bench_variants import PEERS, bench_variants, has_variants, load_variants, results_stem
+
+    if grid is None or not has_variants(grid):
+        raise SpecError("no SPEC, and no grid that lists variants", where="bench",
+                        allowed="flashgen bench SPEC..., or --problem-grid GRID with a key `variants`",
+                        nearest="--problem-grid benchmarks/grids/fa3_variants.yaml")
+    names = _names(",".join(PEERS) if peers == ALL_PEERS else peers, PEERS)
+    cases = load_variants(grid)
+    try:
+        from flashgen.runtime.bench_flex import VariantDevice
+    except ImportError as err:
+        raise EnvironmentError_(f"torch cannot be imported: {err}", next="flashgen doctor") from err
+    device = VariantDevice(grid, timer)
+    with progress("timing", len(cases)) as step:
+        results = bench_variants(device, cases, names, timer=timer, progress=step, **options,
+                                 store=lambda found: write_results(found, out, results_stem(grid)))
+    path = write_results(results, out, results_stem(grid))
+    return Output(results, [*variant_tables(results, names), f"wrote {path}"])
+
+
+def variant_tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
+    """The rows, and who is missing."""
+    names = [name for name in peers if name not in results["absent"]]
+    rows = [(row["name"], "B{batch} S{seqlen_q}".format(**row["case"]), row["timer"], f"{row['ours_ms']:.4f}",
+             f"{row['tflops']:.0f}",
+             *(cell for name in names for cell in (
+                 (f"{row['peers'][name]:.4f}", f"{row['speed'][name]:.3f}") if name in row["peers"] else ("", ""))))
+            for row in results["rows"]]
+    columns = ("variant", "case", "timer", ">ms", ">TFLOP/s",
+               *(column for name in names for column in (f">{name} ms", ">speed")))
+    reasons = {f"refused: {row['name']}: {name}: {why}" for row in results["rows"]
+               for name, why in row["refused"].items() if why != "no built-in mask gives this answer"}
+    return [f"{results['gpu']}, driver {results['driver']}; seconds: {results['seconds']}", Table(columns, rows),
+            *(f"absent: {name}: {reason}" for name, reason in results["absent"].items()), *sorted(reasons)]
 
 
 def _bench(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | None, out: Path, **options: Any) -> Output:

@@ -33,9 +33,12 @@ def _served(spec: Spec) -> str:
     """Which kernel flashgen.attention takes for calls that this one serves, and why not one of a faster family."""
     from flashgen.codegen.target import TARGETS
     from flashgen.runtime.lookup import Wanted, why
+    from flashgen.runtime.selector import selector
 
+    if selector(spec.fields(), spec.arch).score != "none":
+        return "no call gets it unasked: flashgen.attention(..., spec=..., params=...)"
     wanted = Wanted(spec.dtype, spec.head_dim_qk, spec.head_dim_v, spec.causal, spec.window, spec.kv_layout, spec.lse,
-                    split=spec.split)
+                    split=spec.split, pack_gqa=spec.pack_gqa)
     return f"such calls on compute capability {TARGETS[spec.arch].cc / 10:.1f} get {why(wanted, TARGETS[spec.arch].cc)}"
 
 

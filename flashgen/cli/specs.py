@@ -23,16 +23,17 @@ def register(app: typer.Typer) -> None:
 def list_(spec: Annotated[str | None, typer.Argument(metavar="[SPEC]", help="List the variants of this one.")] = None,
           arch: Archs = None, variant: Variants = None) -> Output:
     """List the shipped spec files, or the variants of one spec. Needs neither torch nor a GPU."""
-    from flashgen.codegen.spec import load_specs, shipped_spec_paths
+    from flashgen.codegen.spec import load_specs, shipped_spec_paths, variant_spec_paths
 
     if spec is not None:
         return _variants(select([spec], arch, variant))
     if arch or variant:
         raise typer.BadParameter("--arch and --variant need a SPEC")
     rows: list[dict[str, Any]] = []
-    for path in shipped_spec_paths():
-        specs = load_specs(path).specs
-        rows.append({"file": path.name, "name": path.stem, "families": _unique(s.family for s in specs),
+    for path in (*shipped_spec_paths(), *variant_spec_paths()):
+        specs, by_name = load_specs(path).specs, path.parent.name == "variants"
+        rows.append({"file": f"variants/{path.name}" if by_name else path.name, "by_name_only": by_name,
+                     "name": path.stem, "families": _unique(s.family for s in specs),
                      "pass": specs[0].pass_,
                      "variants": len(specs), "archs": _unique(s.arch for s in specs),
                      "head_dims": [list(d) for d in _unique((s.head_dim_qk, s.head_dim_v) for s in specs)],
@@ -41,7 +42,9 @@ def list_(spec: Annotated[str | None, typer.Argument(metavar="[SPEC]", help="Lis
                   [(r["file"], f"{' '.join(r['families'])} {r['pass']}", r["variants"], " ".join(r["archs"]),
                     " ".join(str(qk) if qk == v else f"({qk}, {v})" for qk, v in r["head_dims"]),
                     " ".join(r["dtypes"])) for r in rows])
-    return Output(rows, [table, "\nflashgen list NAME lists the variants of one; flashgen explain NAME describes one."])
+    return Output(rows, [table, "\nvariants/ serve calls that name them, spec=NAME, and no others: docs/variants.md.\n"
+                         "flashgen list NAME lists the variants of one; flashgen check NAME shows its expressions, "
+                         "flashgen explain NAME describes one."])
 
 
 def _variants(specs: list[Spec]) -> Output:

@@ -127,7 +127,7 @@ def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument
 @contextmanager
 def emulated_sms(count: int) -> Iterator[None]:
     """Calls in this context size persistent grids for `count` SMs."""
-    before = _num_sms()
+    before = emulated_num_sms()
     _local.num_sms = count
     try:
         yield
@@ -135,7 +135,8 @@ def emulated_sms(count: int) -> Iterator[None]:
         _local.num_sms = before
 
 
-def _num_sms() -> int:
+def emulated_num_sms() -> int:
+    """What persistent grids are sized for in this context."""
     return getattr(_local, "num_sms", NUM_SMS)
 
 
@@ -148,7 +149,7 @@ class EmulatedKernel:
 
     @property
     def num_sms(self) -> int:
-        return _num_sms()
+        return emulated_num_sms()
 
     def launcher(self, values: Mapping[str, int | float]) -> EmulatedLauncher:
         return EmulatedLauncher(self, values)
@@ -195,10 +196,8 @@ class EmulatedLauncher:
         return Argument(name, tensor, self._offsets[name], written, initialised=not written or name == "counters")
 
     def _place(self, row: MapShape, buffers: list[str]) -> TensorMapPlace:
-        # As on a device: an empty tensor's map gets the memory of the first one, and nothing is read through it.
-        buffer = buffers.index(self._maps[0].tensor if row.empty else row.tensor)
-        return TensorMapPlace(self._offsets[row.name], buffer, row.element_bytes, False, row.swizzle_bytes, row.dims,
-                              row.strides, row.box)
+        return TensorMapPlace(self._offsets[row.name], buffers.index(row.tensor), row.element_bytes, False,
+                              row.swizzle_bytes, row.dims, row.strides, row.box)
 
 
 def _places(arguments: Sequence[Argument]) -> tuple[list[BufferPlace], int]:

@@ -34,6 +34,7 @@ uint32_t pack2(Type type, float lo, float hi);
 float to_float(Type type, uint16_t bits);
 uint32_t fma2(Type type, uint32_t a, uint32_t b, uint32_t c);
 float exp2_ftz(float x);
+float rcp_ftz(float x);
 float log2_ftz(float x);
 
 // cp_async.cuh

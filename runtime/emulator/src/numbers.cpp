@@ -95,6 +95,8 @@ float exp2_ftz(float x) {
   return flush(std::exp2(flush(x)));
 }
 
+float rcp_ftz(float x) { return flush(1.0f / flush(x)); }
+
 float log2_ftz(float x) { return flush(std::log2(flush(x))); }
 
 }  // namespace emu

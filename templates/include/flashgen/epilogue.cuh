@@ -21,9 +21,10 @@ FG_DEVICE void normalise(float (&o)[M][V][4], Rows& rows) {
     }
 }
 
-// Natural log of the sum of exp(scores); -inf where the row saw no key. `row` is that of s[0][0][0] in the tile.
-template <class Rows>
-FG_DEVICE void write_lse(float* lse, int row, int valid_rows, const Rows& rows, float scale_log2) {
+// Natural log of the sum of exp(scores); -inf where the row saw no key. `row` is that of s[0][0][0] in the tile, and
+// `place(row)` where its lse goes.
+template <class Place, class Rows>
+FG_DEVICE void write_lse(Place place, int row, int valid_rows, const Rows& rows, float scale_log2) {
   constexpr int M = sizeof(rows.sum) / sizeof(rows.sum[0]);
   constexpr float LN_2 = 0.69314718055994531f;
   if (threadIdx.x % 4 != 0) return;  // one lane of the quad
@@ -34,8 +35,12 @@ FG_DEVICE void write_lse(float* lse, int row, int valid_rows, const Rows& rows, 
       const int r = row + 16 * m + 8 * h;
       const float sum = rows.sum[m][h];
       const float value = sum == 0.0f ? -INFINITY : (rows.reference_log2(m, h, scale_log2) + log2_approx(sum)) * LN_2;
-      if (r < valid_rows) lse[r] = value;
+      if (r < valid_rows) *place(r) = value;
     }
+}
+template <class Rows>
+FG_DEVICE void write_lse(float* lse, int row, int valid_rows, const Rows& rows, float scale_log2) {
+  write_lse([=](int r) { return lse + r; }, row, valid_rows, rows, scale_log2);
 }
 
 // Packs o into the warp's rows of a shared-memory tile, free of bank conflicts thanks to its swizzle.

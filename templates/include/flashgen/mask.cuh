@@ -26,6 +26,8 @@ FG_DEVICE KvTiles kv_tiles(KeyRange top, KeyRange bottom) {
   return tiles;
 }
 
+FG_DEVICE bool holds(KeyRange keys, int kv_pos) { return keys.first <= kv_pos && kv_pos <= keys.last; }
+
 // Of the mask slot: whether a row with these keys sees the key at `col`, both counted from the same place.
 FG_DEVICE bool sees(KeyRange keys, int col);
 

@@ -1,70 +1,112 @@
-// A query tile whose keys several blocks share out: each leaves its part in device memory, and the one that comes last
-// adds all parts up, its own read back like the others, in the order of the keys: the sum does not depend on who was
-// last. A part is one float per thread and register, so every access is a full line.
+// A query tile whose keys several blocks share out. Each leaves its part in device memory; when a block has no work of
+// its own left, it waits for the parts of some rows and adds them up, in the order of the keys: the sum depends neither on
+// who was late nor on who adds. All blocks must run at once (a cooperative launch), and may wait only after their last
+// part, since others wait for that.
+// A part consists of slabs, one for each warp: its 16 rows of the output, with their references and sums.
 #pragma once
 #include "flashgen/ptx/atomic.cuh"
-#include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/softmax_stale.cuh"
 
-constexpr int WARPGROUP_THREADS = 128;
+struct alignas(16) Floats4 {
+  float x[4];
+};
 
-// `part` points at one warpgroup's part: V * 4 of o, two references and two sums for each of its threads.
+// Fragments as a warp has them, so that every access is 512 bytes in a row. V: columns / 8.
 template <int V>
-FG_DEVICE void write_part(float* part, const float (&o)[1][V][4], const StaleRows& rows) {
-  float* const mine = part + threadIdx.x % WARPGROUP_THREADS;
+struct Slab {
+  Floats4 columns[V][WARP_SIZE];
+  Floats4 rows[WARP_SIZE];  // of rows lane / 4 and lane / 4 + 8: references, sums
+};
+
+// By the warp that has the rows.
+template <int V>
+FG_DEVICE void write_slab(Slab<V>& slab, const float (&o)[1][V][4], const StaleRows& rows) {
+  const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
-  for (int i = 0; i < 4 * V; ++i) mine[i * WARPGROUP_THREADS] = o[0][i / 4][i % 4];
+  for (int v = 0; v < V; ++v) slab.columns[v][lane] = {{o[0][v][0], o[0][v][1], o[0][v][2], o[0][v][3]}};
+  Floats4 state;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float sum = quad_sum(rows.sum[0][h]);
     // A part in which the row sees no key must not set the scale for the others.
-    mine[(4 * V + h) * WARPGROUP_THREADS] = sum == 0.0f ? -INFINITY : rows.reference[0][h];
-    mine[(4 * V + 2 + h) * WARPGROUP_THREADS] = sum;
+    state.x[h] = sum == 0.0f ? -INFINITY : rows.reference[0][h];
+    state.x[2 + h] = sum;
   }
+  slab.rows[lane] = state;
 }
 
-// o and rows become those of all `parts` parts, which lie `stride` floats apart. Sums are then whole in lane 0 of each
-// quad and 0 in the others, as if every lane had its share.
-template <int V>
-FG_DEVICE void add_parts(const float* part, int64_t stride, int parts, float (&o)[1][V][4], StaleRows& rows) {
-  const float* const first = part + threadIdx.x % WARPGROUP_THREADS;
+// By a warp, after what it has to write, if anything.
+FG_DEVICE void arrive(int* arrivals) {
+  sync_warp();
+  if (threadIdx.x % WARP_SIZE == 0) red_add_release(arrivals, 1);
+}
+
+// By a warp: returns when all `count` arrivals are there, and what they wrote can be read.
+FG_DEVICE void wait_for_arrivals(const int* arrivals, int count) {
+  if (threadIdx.x % WARP_SIZE == 0) wait_until_equal(arrivals, count);
+  sync_warp();
+}
+
+// By a warp: columns 8 * first .. 8 * (first + N) - 1 of the sum of `parts` slabs, which lie `stride` slabs apart.
+// AT_ONCE parts are read together, so that the way to device memory is paid once for all of them. The sums of `rows` are
+// then whole in lane 0 of each quad and 0 in the others, as if every lane had its share.
+template <int AT_ONCE, int N, int V>
+FG_DEVICE void add_parts(const Slab<V>* slab, int64_t stride, int parts, int first, float (&o)[1][N][4], StaleRows& rows) {
+  const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float highest = -INFINITY;
-    for (int i = 0; i < parts; ++i) highest = fmaxf(highest, first[i * stride + (4 * V + h) * WARPGROUP_THREADS]);
-    rows.reference[0][h] = highest == -INFINITY ? 0.0f : highest;
-    rows.sum[0][h] = 0.0f;
-  }
+  for (int n = 0; n < N; ++n)
 #pragma unroll
-  for (int v = 0; v < V; ++v)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) o[0][v][i] = 0.0f;
+    for (int i = 0; i < 4; ++i) o[0][n][i] = 0.0f;
 #pragma unroll 1
-  for (int i = 0; i < parts; ++i) {
-    const float* const next = first + i * stride;
-    float weight[2];
+  for (int begin = 0; begin < parts; begin += AT_ONCE) {
+    Floats4 states[AT_ONCE], columns[AT_ONCE][N];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      states[i] = {{-INFINITY, -INFINITY, 0.0f, 0.0f}};
+      if (begin + i < parts) {
+        const Slab<V>& next = slab[(begin + i) * stride];
+        states[i] = next.rows[lane];
+#pragma unroll
+        for (int n = 0; n < N; ++n) columns[i][n] = next.columns[first + n][lane];
+      }
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      weight[h] = exp2_approx(next[(4 * V + h) * WARPGROUP_THREADS] - rows.reference[0][h]);
-      if (threadIdx.x % 4 == 0) rows.sum[0][h] += weight[h] * next[(4 * V + 2 + h) * WARPGROUP_THREADS];
-    }
+      float highest = rows.reference[0][h];
 #pragma unroll
-    for (int j = 0; j < 4 * V; ++j) {
-      float& sum = o[0][j / 4][j % 4];
-      sum = fmaf(next[j * WARPGROUP_THREADS], weight[j / 2 % 2], sum);
+      for (int i = 0; i < AT_ONCE; ++i) highest = fmaxf(highest, states[i].x[h]);
+      const float reference = highest == -INFINITY ? 0.0f : highest;  // no -inf - -inf
+      const float factor = exp2_approx(rows.reference[0][h] - reference);
+      rows.reference[0][h] = highest;
+      rows.sum[0][h] *= factor;
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; ++i) o[0][n][i] *= factor;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        if (begin + i >= parts) continue;  // not times 0: what is not there may be a NaN
+        const float weight = exp2_approx(states[i].x[h] - reference);
+        rows.sum[0][h] = fmaf(weight, states[i].x[2 + h], rows.sum[0][h]);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int j = 2 * h; j < 2 * h + 2; ++j) o[0][n][j] = fmaf(weight, columns[i][n].x[j], o[0][n][j]);
+      }
     }
   }
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    if (lane % 4 != 0) rows.sum[0][h] = 0.0f;
 }
 
-// Whether this warpgroup is the last of `parts` to have written its part. `arrivals` is zero again afterwards; `said` is
-// a word of shared memory that is this warpgroup's.
-FG_DEVICE bool last_to_arrive(int* arrivals, int parts, int* said, int named_barrier) {
-  bar_sync_at<WARPGROUP_THREADS>(named_barrier);  // all threads have written
-  if (threadIdx.x % WARPGROUP_THREADS == 0) {
-    const bool last = atom_add_acq_rel(arrivals, 1) == parts - 1;
-    if (last) *arrivals = 0;
-    *said = last;
-  }
-  bar_sync_at<WARPGROUP_THREADS>(named_barrier);
-  return *said != 0;
+// By one warp of each block, after its last wait: the last block puts `done` and the `count` counters of arrivals back
+// to zero, as the next launch expects them.
+FG_DEVICE void return_arrivals(int* done, int* arrivals, int count) {
+  const int lane = threadIdx.x % WARP_SIZE;
+  const bool last = lane == 0 && atom_add_acq_rel(done, 1) == gridDim.x - 1;
+  if (!any_in_warp(last)) return;
+  sync_warp();  // all lanes come after what the other blocks did
+  for (int i = lane; i < count; i += WARP_SIZE) arrivals[i] = 0;
+  if (lane == 0) *done = 0;
 }

@@ -1,6 +1,7 @@
 // Infinities and NaNs in V. A hidden key has weight 0, and 0 * NaN would still poison every row of its tile; the
 // promise is that a non-finite value reaches exactly the rows that see it. So tiles under a mask are searched, and in
-// the rare tile that holds such values they are added by hand to the rows that see them and replaced by zero.
+// the rare tile that holds such values they are added by hand to the rows that see them and replaced by zero. What
+// `visible(q_pos)` gives of a row says by `holds(it, kv_pos)` whether the row sees a key.
 #pragma once
 #include "flashgen/mask.cuh"
 #include "flashgen/ptx/convert.cuh"
@@ -50,8 +51,7 @@ FG_DEVICE void extract_nonfinite(float (&o)[M][V][4], unsigned char* tile, int q
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const KeyRange keys = visible(q_pos + 16 * m + 8 * h);
-        if (keys.first <= kv_tile_start + key && kv_tile_start + key <= keys.last) {
+        if (holds(visible(q_pos + 16 * m + 8 * h), kv_tile_start + key)) {
 #pragma unroll
           for (int v = 0; v < V; ++v)  // registers have no run-time index
             if (v == chunk) {
@@ -104,10 +104,7 @@ FG_DEVICE void add_nonfinite(float (&o)[1][V][4], const Element* v, int64_t row_
   for (; key < end; ++key) {
     bool sees_key[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const KeyRange keys = visible(q_pos + 8 * h);
-      sees_key[h] = keys.first <= key && key <= keys.last;
-    }
+    for (int h = 0; h < 2; ++h) sees_key[h] = holds(visible(q_pos + 8 * h), key);
 #pragma unroll
     for (int n = 0; n < V; ++n) {
       const int col = 8 * n + threadIdx.x % 4 * 2;

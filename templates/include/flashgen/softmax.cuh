@@ -9,6 +9,8 @@
 // 2^8, which bf16 and fp16 hold as precisely as numbers below 1; and most tiles skip the rescaling of o.
 constexpr float STALE_MAX_LOG2 = 8.0f;
 
+constexpr float LOG2_E = 1.44269504088896340736f;
+
 template <int M>
 struct RowState {
   float max[M][2];  // unscaled score that exponents are measured against, of rows l / 4 and l / 4 + 8
@@ -69,6 +71,17 @@ FG_DEVICE void raise_max(const float (&s)[M][N][4], float (&o)[M][V][4], RowStat
         }
       }
   }
+}
+
+// For weights that are the scores themselves: what is hidden weighs nothing.
+template <int M, int N>
+FG_DEVICE void silence_hidden(float (&s)[M][N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[m][n][i] = s[m][n][i] == -INFINITY ? 0.0f : s[m][n][i];
 }
 
 // Turns s into p = 2^(scale_log2 * (s - max)) and adds it to the row sums.

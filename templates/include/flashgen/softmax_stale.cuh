@@ -128,3 +128,11 @@ FG_DEVICE Rescale exponentiate_stale(float (&s)[1][N][4], StaleRows& rows, float
   exponentiate_and_sum(s, rows);
   return rescale;
 }
+
+// Any tile, where rows meet their first key at any time: while a row of the warp has yet to, true maxima.
+template <class Element, int N>
+FG_DEVICE Rescale exponentiate_any(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
+  if (any_in_warp(rows.reference[0][0] == -INFINITY || rows.reference[0][1] == -INFINITY))
+    return exponentiate_exact<Element>(s, rows, scale_log2);
+  return exponentiate_stale<Element>(s, rows, scale_log2);
+}

@@ -52,14 +52,14 @@ FG_DEVICE void trade(uint32_t& low, uint32_t& high, int lane_bit) {
 
 // By plain stores, for rows that end where another sequence begins. The lanes of a quad trade, four chunks at a time,
 // until each has whole chunks. (For all rows this would be slower than the copy engine: docs/fa3.md.) Writes columns
-// 0 .. HEAD_DIM - 1 of the first `valid_rows` rows from `out` on.
-template <int HEAD_DIM, class Element, int V>
-FG_DEVICE void store_rows(Element* out, int64_t row_stride, const uint32_t (&w)[V][2], int valid_rows) {
+// 0 .. HEAD_DIM - 1 of the first `valid_rows` rows, of which row r is at `place(r)`.
+template <int HEAD_DIM, class Place, int V>
+FG_DEVICE void store_rows(Place place, const uint32_t (&w)[V][2], int valid_rows) {
   constexpr int CHUNKS = HEAD_DIM / ELEMENTS_PER_CHUNK;
   const int lane_row = threadIdx.x % WARP_SIZE / 4, quad_lane = threadIdx.x % 4;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    Element* const target = out + (lane_row + 8 * h) * row_stride + quad_lane * ELEMENTS_PER_CHUNK;
+    auto* const target = place(lane_row + 8 * h) + quad_lane * ELEMENTS_PER_CHUNK;
 #pragma unroll
     for (int first = 0; first < V; first += 4) {  // four chunks
       uint32_t x[4];

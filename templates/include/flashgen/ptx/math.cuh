@@ -9,6 +9,13 @@ FG_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+// rcp.approx.ftz: 1 / x, relative error at most 2^-23; 1 / inf = 0.
+FG_DEVICE float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // lg2.approx.ftz: log2(x), absolute error at most 2^-22 near 1, relative 2^-22 elsewhere.
 FG_DEVICE float log2_approx(float x) {
   float y;

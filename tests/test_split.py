@@ -1,0 +1,187 @@
+"""Where query tiles are cut along their keys, and in which order a grid takes heads."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensor_map_kit import fa3_like
+from test_values import SMS, call, plan_of
+
+from flashgen.runtime.split import (
+    BYTES_PER_TILE,
+    LAST_ROUNDS,
+    MAX_PARTS,
+    MAX_ROUNDS,
+    MERGE_TILES,
+    PART_TILES,
+    ROUND_TILES,
+    SECTION_BYTES,
+    SECTION_HEADS,
+    Cutting,
+    cut_tail,
+    sections,
+    split_tail,
+)
+from flashgen.runtime.values import counter_words, cutting_of, fa3_values, launch_values, splits_keys
+
+# ---- the last round of tiles
+
+@pytest.mark.parametrize("tiles, key_tiles, splits", [
+    (0, 64, False),                        # nothing to do
+    (132, 64, False), (264, 64, False),    # whole rounds
+    (1, 64, True), (9, 64, True), (66, 64, True), (133, 64, True),
+    (131, 64, False),                      # a piece more for each is another round
+    (133, 1, False),                       # one key tile has no parts
+    (66, 2 * (MERGE_TILES + 2 * PART_TILES), False),  # half the keys cost as much as they save
+    (100 * SMS + 1, 64, False),            # nor is the last of a hundred rounds worth a slower kernel
+])
+def test_where_tiles_are_split(tiles: int, key_tiles: int, splits: bool) -> None:
+    assert (split_tail(tiles, {key_tiles: tiles % SMS} if tiles % SMS else {}, SMS, 10**4).max_parts > 1) == splits
+
+
+@given(st.integers(0, 2000), st.integers(1, 200), st.lists(st.integers(1, 3000), max_size=20),
+       st.integers(0, 128 * BYTES_PER_TILE))
+def test_splits_are_few_and_pay(full: int, num_sms: int, many: list[int], part_bytes: int) -> None:
+    many = many[:num_sms - 1]
+    lengths = {length: many.count(length) for length in many}
+    tiles, longest = full * num_sms + len(many), max(many, default=1)
+    found = split_tail(tiles, lengths, num_sms, part_bytes)
+
+    def cost(size: int) -> float:
+        parts = sum(math.ceil(length / size) for length in many)
+        return (math.ceil(parts / num_sms) * (size + ROUND_TILES) + MERGE_TILES + PART_TILES * math.ceil(longest / size)
+                + parts * part_bytes / (BYTES_PER_TILE * 128))
+
+    if found.max_parts == 1:
+        assert found == (tiles, 1, 1, tiles)
+        return
+    assert found.full_tiles == full * num_sms and found.max_parts == math.ceil(longest / found.tiles_per_part)
+    assert found.num_units == full * num_sms + sum(math.ceil(length / found.tiles_per_part) for length in many)
+    assert found.max_parts <= MAX_PARTS and cost(found.tiles_per_part) < longest + ROUND_TILES
+    sizes = {math.ceil(longest / count) for count in range(2, min(MAX_PARTS, longest) + 1)}
+    few = [size for size in sizes if sum(math.ceil(length / size) for length in many) <= MAX_ROUNDS * num_sms]
+    assert all(cost(found.tiles_per_part) <= cost(size) / 0.98 for size in few)
+    assert 3 + len(many) <= counter_words(num_sms)
+
+
+@pytest.mark.parametrize("top_left", [False, True])
+@given(st.integers(1, 5), st.integers(1, 700), st.integers(1, 900), st.integers(1, 40))
+def test_causal_tiles_are_as_long_as_the_kernel_finds_them(top_left: bool, heads: int, seqlen_q: int, seqlen_kv: int,
+                                                           num_sms: int) -> None:
+    """The host counts the units that the kernel counts, tile by tile in its order: else it would wait forever."""
+    cutting = Cutting(64, 16, True, False, 64, 64, 2)
+    shape = dict(batch=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=heads, num_heads_kv=1, top_left=top_left)
+    found = cut_tail(cutting, num_sms, **shape)  # type: ignore[arg-type]
+    m_tiles = math.ceil(seqlen_q / 64)
+    order = sections(cutting, num_sms, heads, m_tiles, seqlen_kv, heads)
+    units = found.full_tiles
+    for tile in range(found.full_tiles, heads * m_tiles):
+        m_tile = m_tiles - 1 - ordered_tile(tile, m_tiles, **order) % m_tiles
+        last_row = min(64 * (m_tile + 1), seqlen_q) - 1
+        keys = min(last_row + (0 if top_left else seqlen_kv - seqlen_q), seqlen_kv - 1) + 1
+        units += math.ceil(max(math.ceil(keys / 16), 1) / found.tiles_per_part)
+    assert found.num_units == units
+
+
+def few(**changes: Any) -> dict[str, Any]:
+    """Five tiles of fa3_like, BLOCK_M 16 and BLOCK_N 16, with 64 key tiles."""
+    return call(**{"batch": 1, "seqlen_q": 16, "seqlen_kv": 1024, "num_heads_q": 5, "num_heads_kv": 5, **changes})
+
+
+def test_splits_bring_partials_and_blocks() -> None:
+    plan = fa3_like()  # PARTIAL_FLOATS 32
+    values = fa3_values(plan, num_sms=4, **few())
+    assert (values["num_tiles"], values["full_tiles"], values["max_parts"], values["num_units"]) == (5, 4, 4, 8)
+    assert values["partials_floats"] == 4 * 32 and values["grid_x"] == 4 and values["cooperative"]
+    values = fa3_values(plan, num_sms=64, **few())
+    assert values["full_tiles"] == 0 and values["max_parts"] > 1
+    assert values["grid_x"] == values["num_units"] == 5 * values["max_parts"] <= 64
+    assert values["partials_floats"] == 5 * values["max_parts"] * 32
+    values = fa3_values(plan, num_sms=4, **few(seqlen_kv=0))
+    assert (values["full_tiles"], values["max_parts"], values["partials_floats"], values["grid_x"]) == (5, 1, 0, 4)
+    assert not values["cooperative"]
+
+
+def test_a_plan_without_partials_splits_nothing() -> None:
+    plan = fa3_like(partials=False)
+    assert not splits_keys(plan)
+    values = fa3_values(plan, num_sms=4, **few())
+    assert (values["full_tiles"], values["num_units"], values["partials_floats"], values["grid_x"]) == (5, 5, 0, 4)
+
+
+def test_short_tiles_of_a_mask_have_fewer_parts() -> None:
+    """And those that fit into one part are written by its block."""
+    plan = plan_of("fa3", causal=True, split=True)
+    values = launch_values(plan, num_sms=SMS, **call(batch=1, seqlen_q=1024, seqlen_kv=1024, num_heads_q=4))
+    assert values["full_tiles"] == 0 and values["num_units"] < values["num_tiles"] * values["max_parts"]
+
+
+def test_few_tiles_are_cut_and_many_are_not() -> None:
+    def cuts(num_sms: int, causal: bool, seqlen_kv: int = 4000) -> bool:
+        cutting = cutting_of(plan_of("fa3", split=True, causal=causal))
+        return cut_tail(cutting, num_sms, batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=2000,
+                        seqlen_kv=seqlen_kv).max_parts > 1
+
+    assert cuts(SMS, False) and cuts(SMS, True)
+    assert not cuts(1, False)
+    assert cuts(5, False, 3000)
+    assert not cuts(5, True, 3000)  # with tickets and many tiles, the longest first, the blocks end together
+
+
+# ---- sections of heads
+
+def head(key_bytes: int) -> tuple[Cutting, int]:
+    """A kernel, and how many keys of it fill so many bytes (a multiple of 4)."""
+    return Cutting(16, 16, True, False, 1, 1, 2), key_bytes // 4
+
+
+@pytest.mark.parametrize("heads, ratio, key_bytes, expected", [
+    (64, 1, SECTION_BYTES // 8, 8),       # what fits
+    (64, 1, SECTION_BYTES // 8 + 4, 7),
+    (64, 1, SECTION_BYTES, 1),
+    (64, 1, 100 * SECTION_BYTES, 1),        # never none
+    (64, 4, SECTION_BYTES, 4),              # query heads that share K and V count once
+    (64, 1, 0, SECTION_HEADS),              # no keys
+    (3, 1, 4, 3),                           # all heads
+])
+def test_heads_per_section(heads: int, ratio: int, key_bytes: int, expected: int) -> None:
+    cutting, seqlen_kv = head(key_bytes)
+    assert sections(cutting, SMS, heads, 10**6, seqlen_kv, ratio)["heads_per_section"] == expected
+
+
+def ordered_tile(tile: int, m_tiles: int, heads_per_section: int, heads_before_the_end: int, heads_at_the_end: int
+                 ) -> int:
+    """slots/order/longest_first.cuh.j2."""
+    section = min(tile // (heads_per_section * m_tiles), heads_before_the_end // heads_per_section)
+    first = section * heads_per_section
+    here = heads_per_section if first < heads_before_the_end else heads_at_the_end
+    place = tile - first * m_tiles
+    return (first + place % here) * m_tiles + place // here
+
+
+@given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 30), st.sampled_from([1, 3, 8]),
+       st.integers(0, 2 * SECTION_BYTES))
+def test_sections_give_every_tile_once(heads: int, m_tiles: int, num_sms: int, ratio: int, key_bytes: int) -> None:
+    """A section ends before the next begins, and the last one is long enough to end the grid with short tiles."""
+    cutting, seqlen_kv = head(key_bytes)
+    found = sections(cutting, num_sms, heads, m_tiles, seqlen_kv, ratio)
+    order = [ordered_tile(tile, m_tiles, **found) for tile in range(heads * m_tiles)]
+    assert sorted(order) == list(range(heads * m_tiles))
+    last, size = found["heads_at_the_end"], found["heads_per_section"]
+    assert last * m_tiles >= min(LAST_ROUNDS * num_sms, heads * m_tiles) and (heads - last) % size == 0
+    for begin in range(0, heads - last, size):
+        part = order[begin * m_tiles:(begin + size) * m_tiles]
+        assert {tile // m_tiles for tile in part} == set(range(begin, begin + size))
+    assert [tile % m_tiles for tile in order[(heads - last) * m_tiles:]] == sorted(
+        tile % m_tiles for tile in order[(heads - last) * m_tiles:])
+
+
+def test_sections_count_the_heads_of_all_sequences() -> None:
+    """Dense; the sequences of a varlen call lie side by side."""
+    many = call(batch=3, num_heads_q=8, num_heads_kv=8, seqlen_q=1, seqlen_kv=1)
+    for kv_layout, heads in (("dense", 24), ("varlen", 8)):
+        values = launch_values(plan_of("fa3", causal=True, kv_layout=kv_layout), num_sms=SMS, **many)
+        assert values["heads_at_the_end"] + values["heads_before_the_end"] == heads
