@@ -197,7 +197,8 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
 
 def keep_rules_of_mla(kept: dict[str, Any]) -> dict[str, Any]:
     kept |= {"causal": False, "window": False, "lse": True, "batch_invariant": False, "tile": None, "stages": None,
-             "roles": None, "arch": "sm_90a", "pass": "decode" if kept["pass"] == "fwd" else kept["pass"],
+             "roles": None, "arch": "sm_90a", "score": "none", "mask": "none", "align": "bottom_right",
+             "sink": "none", "normalize": "softmax", "pass": "decode" if kept["pass"] == "fwd" else kept["pass"],
              "head_dim_qk": 576 if kept["head_dim_qk"] > 64 else 512, "head_dim_v": 512,
              "kv_layout": {"varlen": "dense"}.get(kept["kv_layout"], kept["kv_layout"])}
     kept["page_size"] = (kept["page_size"] or 64) if kept["kv_layout"] == "paged" else None

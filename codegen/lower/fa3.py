@@ -156,7 +156,8 @@ def _out_stages(spec: Spec, tile: TileRow) -> int:
 
 def _tensor_maps(spec: Spec, tile: TileRow) -> tuple[TensorMap, ...]:
     return tuple(
-        TensorMap(f"{name}_map", name, _panel_cols(dim), rows, 2 * _panel_cols(dim), spec.pack_gqa and name == "q")
+        TensorMap(f"{name}_map", name, _panel_cols(dim), rows, 2 * _panel_cols(dim),
+                  packed=spec.pack_gqa and name == "q")
         for name, dim, rows in (
             ("q", spec.head_dim_qk, WARPGROUP_ROWS), ("k", spec.head_dim_qk, tile.n), ("v", spec.head_dim_v, tile.n),
             ("out", spec.head_dim_v, WARP_ROWS)) if _has_map(spec, name))

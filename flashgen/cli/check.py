@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashgen.cli.common import Archs, Output, SpecArgument, Variants, command, select
-from flashgen.errors import EnvironmentError_
+from flashgen.errors import EnvironmentError_, UnsupportedError
 
 if TYPE_CHECKING:
     from flashgen.codegen.check import Check
@@ -29,7 +29,11 @@ def check(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
     """Show what a spec's expressions mean: types, folding, CUDA, and the tiles that the mask visits. Builds nothing."""
     from flashgen.codegen.check import check as check_spec
 
-    found = check_spec(select([spec], arch, variant), seqlen_q, seqlen_kv, param or ())
+    chosen = select([spec], arch, variant)
+    if chosen[0].family == "flashmla":
+        raise UnsupportedError("a decode has no expressions", where=chosen[0].name, allowed="specs of fa2 and fa3",
+                               next=f"flashgen list {spec}")
+    found = check_spec(chosen, seqlen_q, seqlen_kv, param or ())
     notes = [] if png is None else [f"wrote {draw(found, png)}"]
     return Output(found.to_json(), [str(found), *notes])
 
