@@ -19,8 +19,8 @@ from flashgen.errors import PlanError
 BLOCK_N = 64                  # keys per tile: a page of the cache in its usual size
 PANEL_COLS = 64               # of a tile, 128 bytes
 SLOT_COLS = 128               # of a tile, that are loaded at once: scores start when the first have landed
-NUM_SLOTS = 8                 # two tiles; a ninth, loaded ahead, gained nothing
-REGISTER_QUERY_PANELS = 2     # which spares the products a tenth of what they read; a third one spills
+NUM_SLOTS = {"boxes": 10, "rows": 8}  # two tiles and what fits: loads run ahead of the products that free their places
+REGISTER_QUERY_PANELS = 3     # which spares the products 24 KiB of what they read for each tile, and makes room for loads
 LOAD_REGISTERS, MMA_REGISTERS = 24, 240
 SEGMENTS = 8                  # announced at most: two tiles ahead and two behind, each of another request, and some
 SEGMENT_BYTES = 32
@@ -83,8 +83,8 @@ def _query_panels(spec: Spec) -> tuple[int, int]:
 
 def _barriers(rotary: bool, copy: str) -> tuple[Barrier, ...]:
     return (
-        Barrier("SLOT_FULL", NUM_SLOTS, 1, "a piece of a tile has landed"),
-        Barrier("SLOT_EMPTY", NUM_SLOTS, WARPGROUP_WARPS, "the warpgroup whose output columns it is has multiplied it"),
+        Barrier("SLOT_FULL", NUM_SLOTS[copy], 1, "a piece of a tile has landed"),
+        Barrier("SLOT_EMPTY", NUM_SLOTS[copy], WARPGROUP_WARPS, "the warpgroup whose output columns it is has multiplied it"),
         *((Barrier("PAIR_FULL", 2, WARPGROUP_WARPS if copy == "rows" else 1,
                    "the rotary columns of a tile have landed"),) if rotary else ()),
         Barrier("PAIR_EMPTY", 2, WARPGROUP_WARPS, "the other warpgroup has used the weights that took their place"),
@@ -99,8 +99,8 @@ def _barriers(rotary: bool, copy: str) -> tuple[Barrier, ...]:
 def _smem(spec: Spec, barriers: tuple[Barrier, ...], copy: str) -> tuple[Region, ...]:
     panels, _ = _query_panels(spec)
     return layout_regions((
-        ("SLOTS", NUM_SLOTS * tile_bytes(BLOCK_N, SLOT_COLS),
-         f"{NUM_SLOTS} pieces of {SLOT_COLS} columns of {BLOCK_N} keys"),
+        ("SLOTS", NUM_SLOTS[copy] * tile_bytes(BLOCK_N, SLOT_COLS),
+         f"{NUM_SLOTS[copy]} pieces of {SLOT_COLS} columns of {BLOCK_N} keys"),
         ("PAIR", 2 * tile_bytes(BLOCK_N, PANEL_COLS), "rotary columns of two tiles, then the weights in their place"),
         ("Q", tile_bytes(WARPGROUP_ROWS, PANEL_COLS * panels), f"the first {panels} panels of the queries"),
         ("REFERENCES", 2 * 4 * WARPGROUP_ROWS, "[2 tiles][row] what the weights are relative to"),
@@ -120,7 +120,7 @@ def _constants(spec: Spec, copy: str) -> tuple[Constant, ...]:
         Constant("BLOCK_M", WARPGROUP_ROWS, "rows of a block: one wgmma"),
         Constant("BLOCK_N", BLOCK_N, "keys per tile"),
         Constant("SLOT_COLS", SLOT_COLS, "columns of a piece of a tile: what is loaded and freed at once"),
-        Constant("NUM_SLOTS", NUM_SLOTS, "pieces in shared memory"),
+        Constant("NUM_SLOTS", NUM_SLOTS[copy], "pieces in shared memory"),
         Constant("SMEM_QUERY_PANELS", in_smem, "of 64 columns of the queries in shared memory"),
         Constant("REGISTER_QUERY_PANELS", in_registers, "of them in registers: the last"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of the cache: latent, then rotary"),
