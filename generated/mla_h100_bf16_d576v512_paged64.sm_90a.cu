@@ -48,9 +48,9 @@ using Element = bf16;
 constexpr int BLOCK_M = 64;  // rows of a block: one wgmma
 constexpr int BLOCK_N = 64;  // keys per tile
 constexpr int SLOT_COLS = 128;  // columns of a piece of a tile: what is loaded and freed at once
-constexpr int NUM_SLOTS = 8;  // pieces in shared memory
-constexpr int SMEM_QUERY_PANELS = 7;  // of 64 columns of the queries in shared memory
-constexpr int REGISTER_QUERY_PANELS = 2;  // of them in registers: the last
+constexpr int NUM_SLOTS = 10;  // pieces in shared memory
+constexpr int SMEM_QUERY_PANELS = 6;  // of 64 columns of the queries in shared memory
+constexpr int REGISTER_QUERY_PANELS = 3;  // of them in registers: the last
 constexpr int HEAD_DIM_QK = 576;  // columns of the cache: latent, then rotary
 constexpr int HALF_COLS = 256;  // columns of the output that a warpgroup holds
 constexpr int SEGMENTS = 8;  // announced at most: two tiles ahead and two behind, and the next
@@ -64,35 +64,35 @@ constexpr int NUM_THREADS = 384;  // with the warpgroup of copy warps
 constexpr int LOAD_REGISTERS = 24;  // per thread that copies
 constexpr int MMA_REGISTERS = 240;  // per thread that multiplies: what the others leave of 64 Ki
 
-// Shared memory of one block, 207320 bytes:
-//   [0, +131072)  SLOTS: 8 pieces of 128 columns of 64 keys
-//   [131072, +16384)  PAIR: rotary columns of two tiles, then the weights in their place
-//   [147456, +57344)  Q: the first 7 panels of the queries
-//   [204800, +512)  REFERENCES: [2 tiles][row] what the weights are relative to
-//   [205312, +32)  RAISED: [2 tiles][warp] whether it has changed
-//   [205824, +1024)  SUMS: [2 segments][warpgroup][row] shares of the denominators
-//   [206848, +256)  SEGMENTS: 8 announcements of segments
-//   [207104, +216)  BARRIERS: the mbarriers
+// Shared memory of one block, 231928 bytes:
+//   [0, +163840)  SLOTS: 10 pieces of 128 columns of 64 keys
+//   [163840, +16384)  PAIR: rotary columns of two tiles, then the weights in their place
+//   [180224, +49152)  Q: the first 6 panels of the queries
+//   [229376, +512)  REFERENCES: [2 tiles][row] what the weights are relative to
+//   [229888, +32)  RAISED: [2 tiles][warp] whether it has changed
+//   [230400, +1024)  SUMS: [2 segments][warpgroup][row] shares of the denominators
+//   [231424, +256)  SEGMENTS: 8 announcements of segments
+//   [231680, +248)  BARRIERS: the mbarriers
 constexpr int SMEM_SLOTS = 0;
-constexpr int SMEM_PAIR = 131072;
-constexpr int SMEM_Q = 147456;
-constexpr int SMEM_REFERENCES = 204800;
-constexpr int SMEM_RAISED = 205312;
-constexpr int SMEM_SUMS = 205824;
-constexpr int SMEM_SEGMENTS = 206848;
-constexpr int SMEM_BARRIERS = 207104;
-constexpr int SMEM_BYTES = 207320;
+constexpr int SMEM_PAIR = 163840;
+constexpr int SMEM_Q = 180224;
+constexpr int SMEM_REFERENCES = 229376;
+constexpr int SMEM_RAISED = 229888;
+constexpr int SMEM_SUMS = 230400;
+constexpr int SMEM_SEGMENTS = 231424;
+constexpr int SMEM_BARRIERS = 231680;
+constexpr int SMEM_BYTES = 231928;
 
 // mbarriers, by their place in region BARRIERS:
-constexpr int SLOT_FULL = 0;  // [8], complete after 1 arrivals: a piece of a tile has landed
-constexpr int SLOT_EMPTY = 8;  // [8], complete after 4 arrivals: the warpgroup whose output columns it is has multiplied it
-constexpr int PAIR_FULL = 16;  // [2], complete after 1 arrivals: the rotary columns of a tile have landed
-constexpr int PAIR_EMPTY = 18;  // [2], complete after 4 arrivals: the other warpgroup has used the weights that took their place
-constexpr int WEIGHTS_FULL = 20;  // [2], complete after 4 arrivals: the weights of a tile are there, and their reference
-constexpr int ANNOUNCED = 22;  // [1], complete after 1 arrivals: the next segment is announced
-constexpr int Q_FULL = 23;  // [1], complete after 1 arrivals: its queries have landed
-constexpr int Q_EMPTY = 24;  // [1], complete after 8 arrivals: both warpgroups have made their last scores of it
-constexpr int PARTS_FULL = 25;  // [2], complete after 1 arrivals: all parts of the block's first request are there, or of its last
+constexpr int SLOT_FULL = 0;  // [10], complete after 1 arrivals: a piece of a tile has landed
+constexpr int SLOT_EMPTY = 10;  // [10], complete after 4 arrivals: the warpgroup whose output columns it is has multiplied it
+constexpr int PAIR_FULL = 20;  // [2], complete after 1 arrivals: the rotary columns of a tile have landed
+constexpr int PAIR_EMPTY = 22;  // [2], complete after 4 arrivals: the other warpgroup has used the weights that took their place
+constexpr int WEIGHTS_FULL = 24;  // [2], complete after 4 arrivals: the weights of a tile are there, and their reference
+constexpr int ANNOUNCED = 26;  // [1], complete after 1 arrivals: the next segment is announced
+constexpr int Q_FULL = 27;  // [1], complete after 1 arrivals: its queries have landed
+constexpr int Q_EMPTY = 28;  // [1], complete after 8 arrivals: both warpgroups have made their last scores of it
+constexpr int PARTS_FULL = 29;  // [2], complete after 1 arrivals: all parts of the block's first request are there, or of its last
 
 struct Params {
   TensorMap q_map;  // of q: [64, rows, panels, batch]
@@ -145,7 +145,7 @@ FG_DEVICE Segment& segment_at(unsigned char* smem, int index) {
 }
 
 constexpr int SLOTS_PER_HALF = HALF_COLS / SLOT_COLS, SLOTS_PER_TILE = 2 * SLOTS_PER_HALF;
-static_assert(NUM_SLOTS % SLOTS_PER_TILE == 0, "the pieces of a half lie side by side");
+static_assert(NUM_SLOTS % SLOTS_PER_HALF == 0, "the pieces of a half lie side by side");
 
 // Where a tile of the stream lies, and the parities of its barriers: its pieces in a ring of slots, its rotary columns and
 // weights in one of two places. Worked out anew each time, since the products leave few registers.
@@ -542,21 +542,21 @@ struct Warpgroup {
     mbarrier_wait_parity(barriers + Q_FULL, own & 1);
   }
 
-  // Starts the scores of the tile at `place`, each piece when it has landed. Where there is none, idle ones: of the queries,
-  // which lie still, since a branch around the products would serialise them.
-  FG_DEVICE void start_scores(const Place& place, bool there_is_one) {
+  // The scores of the tile at `place`, each piece when it has landed.
+  FG_DEVICE void make_scores(const Place& place) {
     constexpr int STEPS = SLOT_COLS / K_STEP, SMEM_STEPS = 4 * SMEM_QUERY_PANELS;
     uint64_t q = AlongColumns<QueryTile>::descriptor(smem + SMEM_Q);
     tie_registers(q);  // or the compiler would work all steps out beforehand, and have no room for them
+    fill_zero(s);      // the products overwrite it; but the fence would keep the weights of the tile before until here
     wgmma_fence(registers_of(s), q_regs);
 #pragma unroll
     for (int piece = 0; piece < (HEAD_DIM_QK + SLOT_COLS - 1) / SLOT_COLS; ++piece) {
-      uint64_t keys = q;
-      if (there_is_one && piece < SLOTS_PER_TILE) {
+      uint64_t keys;
+      if (piece < SLOTS_PER_TILE) {
         mbarrier_wait_parity(barriers + SLOT_FULL + place.slot(piece), place.slot_round(piece));
         keys = wgmma_descriptor_advance<SlotTile::BYTES>(AlongColumns<SlotTile>::descriptor(smem + SMEM_SLOTS), place.slot(piece));
       }
-      if (there_is_one && piece == SLOTS_PER_TILE) {
+      if (piece == SLOTS_PER_TILE) {
         mbarrier_wait_parity(barriers + PAIR_FULL + place.pair(), place.pair_round());
         keys = wgmma_descriptor_advance<PairTile::BYTES>(AlongColumns<PairTile>::descriptor(smem + SMEM_PAIR), place.pair());
       }
@@ -574,6 +574,7 @@ struct Warpgroup {
       }
     }
     wgmma_commit();
+    wgmma_wait<0>(registers_of(s), q_regs);
   }
 
   // A warpgroup's half of the tile at `at`: slots that lie side by side.
@@ -672,14 +673,15 @@ struct Warpgroup {
     return rescale;
   }
 
-  // All tiles of a segment, the scores of the first own one being there. Both values of a pair of tiles come before the
-  // next scores, so that a tile's place is free for the next but one as early as can be. The left warpgroup goes first: the
-  // right one's values of its own tile wait for the left one's, and its scores for the left one's scores. So the softmax of
-  // one runs under the products of the other.
+  // All tiles of a segment. Both values of a pair of tiles come before the next scores, so that a tile's place is free for
+  // the next but one as early as can be. The left warpgroup goes first: the right one's values of its own tile wait for the
+  // left one's, and its scores for the left one's scores. So the softmax of one runs under the products of the other.
   FG_DEVICE void left_tiles(const Segment& segment) {
     const int tiles = first_lane(segment.end) - first_lane(segment.begin);
     int keys = first_lane(segment.keys) - first_lane(segment.first_tile) * BLOCK_N;
-    for (int tile = 0;; tile += 2, keys -= 2 * BLOCK_N) {
+    for (int tile = 0; tile < tiles; tile += 2, keys -= 2 * BLOCK_N) {
+      make_scores(at.anew());
+      if (tile + 1 < tiles) bar_arrive<TURN_BARRIER, 256>();
       if (tile + 2 >= tiles) release(barriers + Q_EMPTY);  // these were the last scores
       const Rescale rescale = make_weights(at.anew(), keys, tile == 0);
       if (tile > 0) rescale.apply(o);
@@ -689,10 +691,6 @@ struct Warpgroup {
       start_others_values(0, false);
       end_values(0, true);
       bar_arrive<VALUES_BARRIER, 256>();
-      if (tile + 2 >= tiles) break;
-      start_scores(at.anew(), true);
-      wgmma_wait<0>(registers_of(s), q_regs);
-      if (tile + 3 < tiles) bar_arrive<TURN_BARRIER, 256>();
     }
   }
   FG_DEVICE void right_tiles(const Segment& segment) {
@@ -700,7 +698,9 @@ struct Warpgroup {
     int keys = first_lane(segment.keys) - first_lane(segment.first_tile) * BLOCK_N - BLOCK_N;
     if (tiles == 1) release(barriers + Q_EMPTY);
     int tile = 0;
-    while (tile + 1 < tiles) {
+    for (; tile + 1 < tiles; tile += 2, keys -= 2 * BLOCK_N) {
+      bar_sync<TURN_BARRIER, 256>();
+      make_scores(at.anew(1));
       if (tile + 3 >= tiles) release(barriers + Q_EMPTY);
       start_others_values(1, tile == 0);
       const Rescale rescale = make_weights(at.anew(1), keys, false);
@@ -709,12 +709,6 @@ struct Warpgroup {
       bar_sync<VALUES_BARRIER, 256>();
       start_own_values(1, false);
       end_values(1, false);
-      tile += 2;
-      keys -= 2 * BLOCK_N;
-      if (tile + 1 >= tiles) break;
-      bar_sync<TURN_BARRIER, 256>();
-      start_scores(at.anew(1), true);
-      wgmma_wait<0>(registers_of(s), q_regs);
     }
     if (tile < tiles) {
       start_others_values(1, tile == 0);
@@ -728,11 +722,6 @@ struct Warpgroup {
       const Segment& segment = segment_at(smem, own);
       if (first_lane(segment.request) < 0) break;
       read_queries();
-      const bool both = first_lane(segment.end) - first_lane(segment.begin) > 1;  // have tiles of their own
-      if (half == 1 && both) bar_sync<TURN_BARRIER, 256>();
-      start_scores(at.anew(half), half == 0 || both);
-      wgmma_wait<0>(registers_of(s), q_regs);
-      if (half == 0 && both) bar_arrive<TURN_BARRIER, 256>();
       if (half == 0) left_tiles(segment);
       if (half == 1) right_tiles(segment);
       finish_segment(p, smem, o, rows, half, first_row, own);
@@ -747,8 +736,8 @@ mla_h100_bf16_d576v512_paged64(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 8; ++i) mbarrier_init(barriers + SLOT_FULL + i, 1);
-    for (int i = 0; i < 8; ++i) mbarrier_init(barriers + SLOT_EMPTY + i, 4);
+    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + SLOT_FULL + i, 1);
+    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + SLOT_EMPTY + i, 4);
     for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PAIR_FULL + i, 1);
     for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PAIR_EMPTY + i, 4);
     for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WEIGHTS_FULL + i, 4);
