@@ -46,14 +46,10 @@ SYNCHRONISING = re.compile(
     r"(?<![\w.>])(?:\w+\.)?(?:release|flush|wait_until_free|wait_until_equal|red_add_release|setmaxnreg_\w+<\w+>|"
     r"mbarrier_(?:wait_parity|arrive\w*)|fence_\w+|wgmma_(?:fence|commit|wait<\d>)|cp_async_(?:wait<\w+>|commit)|"
     r"sync_(?:warp|block)|bar_(?:sync|arrive)(?:_at)?<[^>]*>)\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);")
-PAIR = "two tiles of places: room for all pieces of a tile says that the weights of two tiles ago have been used"
 # (statement, line before it, line after it): why leaving it out changes nothing.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "griddepcontrol_wait();"):
         "with fewer registers the compiler spills, and the result is the same",
-    ("mbarrier_wait_parity(barriers + PAIR_EMPTY + at.pair(), at.pair_round() ^ 1);", "}", "if (issues) {"): PAIR,
-    ("mbarrier_wait_parity(barriers + PAIR_EMPTY + place.pair(), place.pair_round() ^ 1);",
-     "pack_weights<Element>(weights, s);", "// the weights of two tiles ago have been read"): PAIR,
     ("wgmma_fence();", "tie_registers(keys);", "#pragma unroll"):
         "for ptxas, which takes no products on trust that are issued behind a wait",
 }
