@@ -81,10 +81,10 @@ def test_readme_is_generated():
 
 
 def test_loading_is_fast():
-    def seconds() -> float:
-        start = time.perf_counter()
+    def seconds() -> float:  # of this process: the machine may be busy otherwise
+        start = time.process_time()
         assert sum(len(load_specs(path).specs) for path in shipped_spec_paths()) >= 504
-        return time.perf_counter() - start
+        return time.process_time() - start
     assert min(seconds() for _ in range(5)) < 0.06
 
 
