@@ -10,7 +10,7 @@ import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr_tree import ScalarParam
@@ -22,6 +22,9 @@ from flashgen.codegen.target import TARGETS, Device, Target
 from flashgen.codegen.tile_map import Question, pairs_of, tile_map
 from flashgen.codegen.warpgroup import RegisterNeed, register_need
 from flashgen.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from flashgen.codegen.explain_mla import DecodeExplanation
 
 LSE_BYTES = 4
 # Of one Hopper SM and clock. The device's clock follows from its bf16 rate and the first of these.
@@ -147,8 +150,8 @@ class Explanation:
 
 
 def explain(spec: Spec | str | os.PathLike[str], *, registers: int | None = None, variants: int = 1,
-            **problem: Any) -> Explanation:
-    """What the kernel of `spec` does for a call of these sizes (fields of Shape: batch, seqlen_q, ...).
+            **problem: Any) -> Explanation | DecodeExplanation:
+    """What the kernel of `spec` does for a call of these sizes (fields of Shape or DecodeShape: batch, seqlen_q, ...).
 
     Of a spec file (a path, or the name of a shipped one) the most ordinary variant is taken, see TYPICAL. `registers`
     per thread are a build's. Raises SpecError, PlanError, and UnsupportedError for sizes that make no call.
@@ -160,11 +163,15 @@ def explain(spec: Spec | str | os.PathLike[str], *, registers: int | None = None
 
 
 def explain_plan(plan: Plan, spec: Spec, *, registers: int | None = None, variants: int = 1, **problem: Any
-                 ) -> Explanation:
+                 ) -> Explanation | DecodeExplanation:
     """`explain` for a plan that is there already, made from `spec`."""
-    if spec.pass_ != "fwd":  # what a block does then stands in device memory
+    if spec.pass_ == "decode":
+        from flashgen.codegen.explain_mla import explain_decode
+
+        return explain_decode(plan, registers=registers, variants=variants, **problem)
+    if spec.pass_ != "fwd":
         raise UnsupportedError(f"{spec.variant} is of pass {spec.pass_}, whose work is not counted here",
-                               where="explain", allowed="pass fwd",
+                               where="explain", allowed="passes fwd and decode",
                                next="flashgen build SPEC -o DIR writes the plan and the kernel")
     shape, target = Shape.of(**problem), TARGETS[plan.target]
     if shape.window != (-1, -1) and not spec.window:
@@ -182,7 +189,8 @@ def explain_plan(plan: Plan, spec: Spec, *, registers: int | None = None, varian
 
 def typical(specs: Sequence[Spec]) -> Spec:
     """The variant that agrees with TYPICAL in most fields; the first of several."""
-    return max(specs, key=lambda spec: sum(getattr(spec, name) == value for name, value in TYPICAL.items()))
+    return max(specs, key=lambda spec: (spec.page_size == 64 and spec.pass_ == "decode",
+                                        sum(getattr(spec, name) == value for name, value in TYPICAL.items())))
 
 
 @dataclass(frozen=True)

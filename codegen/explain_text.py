@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from flashgen.codegen import explain as counts
 from flashgen.codegen.dtype import DTYPES
@@ -38,7 +39,7 @@ def bar(first: float, size: float, whole: float) -> str:
     return (_EMPTY * start + _FULL * cells).ljust(BAR_WIDTH, _EMPTY)[:BAR_WIDTH]
 
 
-def _row(label: str, value: str, about: str = "") -> str:
+def row(label: str, value: str, about: str = "") -> str:
     return f"  {label:<24}{value:>11}  {about}"
 
 
@@ -74,7 +75,7 @@ def _plan(e: Explanation) -> Iterator[str]:
         yield from textwrap.wrap(note, NOTE_WIDTH, initial_indent="  ", subsequent_indent="    ")
     built = e.registers is not None
     if not _moves_registers(e):
-        yield _row("registers per thread", f"{e.registers} of {e.registers_max}" if built else f"<= {e.registers_max}",
+        yield row("registers per thread", f"{e.registers} of {e.registers_max}" if built else f"<= {e.registers_max}",
                    f"{'the cached build' if built else 'not built yet'}; {e.target.regs_per_sm} / "
                    f"({plan.launch.threads} threads * {plan.launch.min_blocks_per_sm} blocks per SM), at most "
                    f"{e.target.regs_per_thread}")
@@ -135,8 +136,10 @@ def _tensor_maps(e: Explanation) -> Iterator[str]:
     yield "tensor maps"
     width = max(len(name) for m in maps for name in (m.name, m.tensor)) + 2
     for m in maps:
-        yield (f"  {m.name:<{width}}{m.tensor:<{width}}{m.box_rows:>4} rows * {m.box_cols:>3} columns = "
-               f"{m.box_rows * m.box_cols * element_bytes:>6} bytes a copy, swizzle {m.swizzle_bytes}")
+        panels = f" * {m.box_panels} panels" if m.box_panels else ""
+        copied = m.box_rows * m.box_cols * max(m.box_panels, 1) * element_bytes
+        yield (f"  {m.name:<{width}}{m.tensor:<{width}}{m.box_rows:>4} rows * {m.box_cols:>3} columns{panels} = "
+               f"{copied:>6} bytes a copy, swizzle {m.swizzle_bytes}")
 
 
 def _work(e: Explanation) -> Iterator[str]:
@@ -144,13 +147,13 @@ def _work(e: Explanation) -> Iterator[str]:
     yield "work"
     waves = (f"{math.ceil(work.waves)} waves, the last {_percent(work.waves % 1 or 1)} full" if e.need
              else f"{work.waves:.1f} per resident block")
-    yield _row("query tiles", f"{work.query_tiles}", f"{tiles.query_tiles} per head * {e.shape.num_heads_q} heads * "
+    yield row("query tiles", f"{work.query_tiles}", f"{tiles.query_tiles} per head * {e.shape.num_heads_q} heads * "
                f"{e.shape.batch} sequences; {waves}")
-    yield _row("KV tiles per head", f"{tiles.visited}", f"of {work.tiles_full_mask}; {tiles.masked} of them masked"
+    yield row("KV tiles per head", f"{tiles.visited}", f"of {work.tiles_full_mask}; {tiles.masked} of them masked"
                + (f"; at most: {', '.join(e.unknown)} unknown (flashgen check)" if e.unknown else ""))
-    yield _row("FLOPs of visible pairs", si(work.flops, ""),
+    yield row("FLOPs of visible pairs", si(work.flops, ""),
                f"2 * (head_dim_qk + head_dim_v) * {'' if e.pairs_exact else 'at most '}{si(work.pairs, 'pairs')}")
-    yield _row("FLOPs issued", si(work.flops_issued, ""), "whole tiles with their padding"
+    yield row("FLOPs issued", si(work.flops_issued, ""), "whole tiles with their padding"
                + (f", {work.flops_issued / work.flops:.3g} x the visible ones" if work.flops else ""))
 
 
@@ -163,7 +166,7 @@ def _traffic(e: Explanation) -> Iterator[str]:
              + (f"{t.kv / t.law:.1f} x that" if t.law else "none")),
             ("each tensor once", t.once, "if L2 serves every further read of k and v"))
     for label, value, about in rows:
-        yield _row(label, si(value, "B"), f"{bar(0, value, max(t.standard, 1))}  {about}")
+        yield row(label, si(value, "B"), f"{bar(0, value, max(t.standard, 1))}  {about}")
 
 
 def _percent(fraction: float) -> str:
@@ -174,7 +177,7 @@ def _roofline(e: Explanation) -> Iterator[str]:
     r = e.roofline
     yield f"roofline on {e.target.device.name}"
     longest = max(*r.units.values(), r.memory_kernel_ms)
-    yield _row("arithmetic intensity", f"{r.intensity:.0f}",
+    yield row("arithmetic intensity", f"{r.intensity:.0f}",
                f"FLOPs issued per byte asked for; both rates meet at {r.balance:.0f}")
     columns = e.plan.constant("MMA_COLS_QK") + e.plan.constant("MMA_COLS_V")
     about = {"tensor cores": f"{2 * columns} FLOP per score, {counts.TENSOR_FLOPS_PER_CLOCK} per SM clock"
@@ -185,10 +188,16 @@ def _roofline(e: Explanation) -> Iterator[str]:
              "device memory": f"each tensor once; {r.memory_kernel_ms:.3f} ms without L2"}
     for unit, ms in r.units.items():
         share = f"{_percent(ms / r.ms):>5}: " if e.need else ""
-        yield _row(unit, f"{ms:.3f} ms", f"{bar(0, ms, longest)}  {share}{about[unit]}")
+        yield row(unit, f"{ms:.3f} ms", f"{bar(0, ms, longest)}  {share}{about[unit]}")
     need = f", if L2 serves {_percent(r.l2_share)} of the k and v bytes" if r.l2_share > 0.005 else ""
     whole = " = 100 %" if e.need else ""
     yield f"  bound: {r.bound}{whole}, {r.ms:.3f} ms = {r.tflops:.0f} TFLOP/s of visible pairs{need}"
 
 
-_PARTS = (_head, _plan, _roles, _smem, _barriers, _tensor_maps, _work, _traffic, _roofline)
+def draw_plan(e: Any) -> Iterator[str]:
+    """The parts that only the plan and its registers decide; `e` has those of an Explanation."""
+    for part in (_plan, _roles, _smem, _barriers, _tensor_maps):
+        yield from part(e)
+
+
+_PARTS = (_head, draw_plan, _work, _traffic, _roofline)

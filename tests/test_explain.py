@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import flashgen
 from flashgen.codegen.explain import Explanation, Shape, explain, explain_plan, parse_shape, typical
+from flashgen.codegen.explain_mla import DecodeExplanation
 from flashgen.codegen.explain_text import BAR_WIDTH, bar, si
 from flashgen.codegen.lower import lower
 from flashgen.codegen.mask import KeyRange, kv_tiles, tile_counts, visible_keys, visible_pairs
@@ -184,6 +185,25 @@ def test_streamed_bytes_follow_the_law() -> None:
     assert 1 < large.traffic.kv / large.traffic.law < 20
 
 
+def test_a_decode_is_bound_by_memory_or_by_products() -> None:
+    few = explain("mla_h100", batch=128, seqlen_kv=32768, num_heads_q=16)
+    many = explain("mla_h100", batch=128, seqlen_kv=32768, num_heads_q=128, seqlen_q=2)
+    assert isinstance(few, DecodeExplanation) and isinstance(many, DecodeExplanation)
+    assert few.plan.variant == "mla_h100_bf16_d576v512_paged64"
+    assert few.work.memory_ms > few.work.tensor_ms and many.work.tensor_ms > many.work.memory_ms
+    assert few.work.bytes_once == few.work.bytes_asked == 2 * 128 * (32768 * 576 + 16 * (576 + 512))
+    assert few.work.flops_issued == 4 * few.work.flops and many.work.flops_issued == many.work.flops
+    assert (few.work.row_blocks, many.work.row_blocks, many.work.parts) == (1, 4, 132 // 4)
+    text = str(many)
+    assert "bound: tensor cores" in text and "SLOTS" in text and few.to_json()["work"]["row_blocks"] == 1
+
+
+@pytest.mark.parametrize("problem", [{"heads": 16}, {"batch": 0}, {"seqlen_kv": 1.5}])
+def test_sizes_that_make_no_decode(problem: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"whole numbers|batch, seqlen_q"):
+        explain("mla_h100", **problem)
+
+
 def test_roofline_names_what_bounds() -> None:
     long = explain(variant(), batch=1, seqlen_q=16384)
     assert long.roofline.bound == "tensor cores" and long.roofline.ms == long.roofline.units["tensor cores"]
@@ -285,7 +305,7 @@ def test_roles_that_move_no_registers_keep_to_one_line() -> None:
 @pytest.mark.parametrize("path", shipped_spec_paths(), ids=lambda path: path.stem)
 def test_every_shipped_variant_fits_one_screen(path: Any) -> None:
     for spec in load_specs(path).specs:
-        if spec.pass_ != "fwd":
+        if spec.pass_ == "schedule":
             with pytest.raises(UnsupportedError, match="whose work is not counted"):
                 explain(spec)
             continue

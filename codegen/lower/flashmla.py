@@ -19,8 +19,8 @@ from flashgen.errors import PlanError
 BLOCK_N = 64                  # keys per tile: a page of the cache in its usual size
 PANEL_COLS = 64               # of a tile, 128 bytes
 SLOT_COLS = 128               # of a tile, that are loaded at once: scores start when the first have landed
-NUM_SLOTS = {"boxes": 10, "rows": 8}  # two tiles and what fits: loads run ahead of the products that free their places
-REGISTER_QUERY_PANELS = 3     # which spares the products 24 KiB of what they read for each tile, and makes room for loads
+NUM_SLOTS = {"boxes": 10, "rows": 8}  # two tiles and what fits: loads run ahead of products that free their places
+REGISTER_QUERY_PANELS = 3     # which spares products 24 KiB of what they read for each tile, and makes room for loads
 LOAD_REGISTERS, MMA_REGISTERS = 24, 240
 SEGMENTS = 8                  # announced at most: two tiles ahead and two behind, each of another request, and some
 SEGMENT_BYTES = 32
@@ -84,7 +84,8 @@ def _query_panels(spec: Spec) -> tuple[int, int]:
 def _barriers(rotary: bool, copy: str) -> tuple[Barrier, ...]:
     return (
         Barrier("SLOT_FULL", NUM_SLOTS[copy], 1, "a piece of a tile has landed"),
-        Barrier("SLOT_EMPTY", NUM_SLOTS[copy], WARPGROUP_WARPS, "the warpgroup whose output columns it is has multiplied it"),
+        Barrier("SLOT_EMPTY", NUM_SLOTS[copy], WARPGROUP_WARPS,
+                "the warpgroup whose output columns it is has multiplied it"),
         *((Barrier("PAIR_FULL", 2, WARPGROUP_WARPS if copy == "rows" else 1,
                    "the rotary columns of a tile have landed"),) if rotary else ()),
         Barrier("PAIR_EMPTY", 2, WARPGROUP_WARPS, "the other warpgroup has used the weights that took their place"),

@@ -35,6 +35,8 @@ def _served(spec: Spec) -> str:
     from flashgen.runtime.lookup import Wanted, why
     from flashgen.runtime.selector import selector
 
+    if spec.pass_ == "decode":
+        return "flashgen.mla_decode takes it by dtype, head_dim_qk, kv_layout and page size"
     if selector(spec.fields(), spec.arch).score != "none":
         return "no call gets it unasked: flashgen.attention(..., spec=..., params=...)"
     wanted = Wanted(spec.dtype, spec.head_dim_qk, spec.head_dim_v, spec.causal, spec.window, spec.kv_layout, spec.lse,
