@@ -216,13 +216,15 @@ struct CacheCopy {
 };
 
 // ---- the copy warps: each goes through the block's part of the schedule, and copies keys; the first announces segments and copies queries
+// One block's part of the schedule, a record of RECORD_WORDS words: from tile first_tile of first_request to tile end_tile of
+// last_request.
 struct Part {
-  int first_request, first_tile, last_request, end_tile;  // of the last request; first_request negative: none
+  int first_request, first_tile, last_request, end_tile;  // first_request negative: nothing
   int first_begin, first_end, last_begin, last_end;       // the parts, inclusive, that share the first and last request
-  int first_keys, last_keys;                              // of these two
+  int first_keys, last_keys;  // of these two, so that the decode need not wait for one more answer from memory
   int unused[2];
 };
-static_assert(sizeof(Part) == 4 * RECORD_WORDS, "a record of the schedule");
+static_assert(sizeof(Part) == 4 * RECORD_WORDS, "the schedule writes what the decode reads");
 
 FG_DEVICE const Part& part_of_block(const Params& p) {
   return reinterpret_cast<const Part*>(p.schedule)[blockIdx.x / p.m_blocks];

@@ -5,17 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.codegen.plan import Plan
+from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 from flashgen.runtime.values import LOG2_E
 
-BLOCK_ROWS = 64
-RECORD_WORDS = 12
 OVERHEAD_TILES = 5  # what a segment costs beside its tiles: queries, the first scores, the output
 MIN_TILES = 2       # of a part of a request that is cut
 
 
 def row_blocks(seqlen_q: int, num_heads: int) -> int:
     """Blocks of 64 rows that a request's new tokens have."""
-    return -(-seqlen_q * num_heads // BLOCK_ROWS)
+    return -(-seqlen_q * num_heads // WARPGROUP_ROWS)
 
 
 def num_parts(num_sms: int, seqlen_q: int, num_heads: int) -> int:
@@ -27,7 +26,7 @@ def schedule_values(plan: Plan, *, num_sms: int, batch: int, seqlen_q: int, num_
     """Parameter values and grid of the schedule's launch; `schedule_words` is the size of its int32 array."""
     parts = num_parts(num_sms, seqlen_q, num_heads_q)
     return {"batch": batch, "parts": parts, "overhead_tiles": OVERHEAD_TILES, "min_tiles": MIN_TILES, "grid_x": 1,
-            "schedule_words": parts * RECORD_WORDS}
+            "schedule_words": parts * plan.constant("RECORD_WORDS")}
 
 
 def mla_values(plan: Plan, *, num_sms: int, batch: int, seqlen_q: int, num_heads_q: int, seqlen_kv: int, num_pages: int,

@@ -5,6 +5,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -188,3 +189,27 @@ def fault_of(subject: Case, schedule: Schedule | None = None) -> KernelFault:
     with pytest.raises(KernelFault) as caught:
         run_case(subject, subject.inputs(np.random.default_rng(0)), schedule or Schedule())
     return caught.value
+
+
+@dataclass(frozen=True)
+class Site:
+    """A statement that only synchronises. Its neighbours tell apart those with one text, in all variants alike."""
+
+    file: str
+    statement: str
+    before: str
+    after: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.before[-50:]} [{self.statement}] {self.after[:30]} {self.number}"
+
+
+def sites_in(file: str, text: str, statements: re.Pattern[str]) -> Iterator[tuple[Site, re.Match[str]]]:
+    """Each of `statements` in the text of a file, and where."""
+    seen: dict[tuple[str, str, str], int] = {}
+    for m in statements.finditer(text):
+        before, after = text[:m.start()].rstrip().rpartition("\n")[2], text[m.end():].lstrip().partition("\n")[0]
+        key = m[0], before.strip(), after.strip()
+        seen[key] = seen.get(key, -1) + 1
+        yield Site(file, *key, seen[key]), m

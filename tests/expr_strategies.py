@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flashgen.codegen.expr_params import read_params
 
-PARAMS = read_params({
+DECLARED: dict[str, Any] = {
     "width": {"type": "int", "default": 5}, "step": {"type": "int", "default": -3}, "gain": {"type": "float"},
     "cap": {"type": "float", "default": 2.5}, "flag": {"type": "bool", "default": True},
     "slope": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q"]},
@@ -21,7 +21,8 @@ PARAMS = read_params({
     "bias": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q", 9]},
     "doc": {"type": "tensor", "dtype": "int32", "shape": ["total_kv"]},
     "keep": {"type": "tensor", "dtype": "bool", "shape": ["seqlen_q", "seqlen_kv"]},
-})
+}
+PARAMS = read_params(DECLARED)
 SEQLEN_Q, SEQLEN_KV, HEADS, KV_BEGIN = 12, 15, 4, 3
 
 

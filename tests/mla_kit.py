@@ -1,6 +1,7 @@
 """What the tests of mla_decode share: the reference as a stand-in kernel, and one judged call from poisoned memory."""
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -40,6 +41,16 @@ def decoded(inputs: MlaInputs, problem: MlaProblem | str = "", *, spec: Spec | N
         check_mla(out, lse, inputs, label=f"{spec.variant if spec else 'mla_decode'}, {problem}",
                   rerun=f"pytest '{os.environ.get('PYTEST_CURRENT_TEST', '').partition(' ')[0]}'")
     return out, lse
+
+
+def with_nans(inputs: MlaInputs) -> MlaInputs:
+    """Of three requests: with NaN in a value of the first, the last key of the second, a rotary column of the third."""
+    cache = inputs.kv_cache.clone()
+    for i, position, column in ((0, 20, 7), (1, 65, 100), (2, 2, 570)):
+        at = (i, position) if inputs.page_table is None else (
+            int(inputs.page_table[i, position // cache.shape[1]]), position % cache.shape[1])
+        cache[at][column] = math.nan
+    return inputs.with_(kv_cache=cache)
 
 
 def with_last_keys(inputs: MlaInputs, value: float, column: int = 100) -> MlaInputs:

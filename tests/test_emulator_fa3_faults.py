@@ -3,11 +3,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 import pytest
-from emulator_kit import SCHEDULES, caught, changed, report_of_fault, shipped
+from emulator_kit import SCHEDULES, Site, caught, changed, report_of_fault, shipped, sites_in
 
 from flashgen.codegen.lower import lower
 from flashgen.codegen.render import render
@@ -39,32 +38,14 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 }
 
 
-@dataclass(frozen=True)
-class Site:
-    """A statement that only synchronises. Its neighbours tell apart those with one text, in all variants alike."""
-
-    file: str
-    statement: str
-    before: str
-    after: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.before[-50:]} [{self.statement}] {self.after[:30]} {self.number}"
-
-
 def _sites_of(spec: Spec) -> Iterator[tuple[Site, int]]:
     """Each with its position."""
-    source, seen = render(lower(spec)), dict[tuple[str, str, str, str], int]()
+    source = render(lower(spec))
     headers = [(name.removeprefix("flashgen/"), text) for name, text in source.headers if "/ptx/" not in name]
     for file, text in [("kernel", source.text), *headers]:
-        for m in SYNCHRONISING.finditer(text):
-            if (file, m[0]) == ("nonfinite.cuh", "sync_block();"):  # of functions that only fa2 calls
-                continue
-            before, after = text[:m.start()].rstrip().rpartition("\n")[2], text[m.end():].lstrip().partition("\n")[0]
-            key = file, m[0], before.strip(), after.strip()
-            seen[key] = seen.get(key, -1) + 1
-            yield Site(*key, seen[key]), m.start()
+        for site, m in sites_in(file, text, SYNCHRONISING):
+            if (file, m[0]) != ("nonfinite.cuh", "sync_block();"):  # of functions that only fa2 calls
+                yield site, m.start()
 
 
 @cache

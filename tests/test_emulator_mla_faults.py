@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
-from emulator_kit import shipped
+from emulator_kit import Site, shipped, sites_in
 from mla_kit import decoded, with_last_keys
 
 from flashgen.codegen.lower import lower
@@ -65,29 +64,6 @@ __attribute__((noinline, no_sanitize("thread"))) static void fg_choose(int fault
 
 
 @dataclass(frozen=True)
-class Site:
-    """A statement that only synchronises. Its neighbours tell apart those with one text, in all variants alike."""
-
-    file: str
-    statement: str
-    before: str
-    after: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.before[-50:]} [{self.statement}] {self.after[:30]} {self.number}"
-
-
-def _sites_of(file: str, text: str) -> Iterator[tuple[Site, re.Match[str]]]:
-    seen: dict[tuple[str, str, str], int] = {}
-    for m in SYNCHRONISING.finditer(text):
-        before, after = text[:m.start()].rstrip().rpartition("\n")[2], text[m.end():].lstrip().partition("\n")[0]
-        key = m[0], before.strip(), after.strip()
-        seen[key] = seen.get(key, -1) + 1
-        yield Site(file, *key, seen[key]), m
-
-
-@dataclass(frozen=True)
 class Mutant:
     """A kernel with all its faults, of which a launch has at most one."""
 
@@ -103,7 +79,7 @@ def mutant(name: str) -> Mutant:
              if file == "kernel" or file in HEADERS}
     for file, text in texts.items():
         parts, end = [], 0
-        for site, m in _sites_of(file, text):
+        for site, m in sites_in(file, text, SYNCHRONISING):
             numbers[site] = len(numbers) + 1
             parts += [text[end:m.start()], f"if (!fg_alive({numbers[site]})) ", m[0]]
             end = m.end()
@@ -159,7 +135,7 @@ def _where() -> dict[Site, list[str]]:
         source = render(lower(spec))
         for file, text in (("kernel", source.text), *source.headers):
             if file == "kernel" or file in HEADERS:
-                for site, _ in _sites_of(file, text):
+                for site, _ in sites_in(file, text, SYNCHRONISING):
                     found.setdefault(site, []).append(name)
     return found
 

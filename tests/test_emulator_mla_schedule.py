@@ -14,7 +14,7 @@ from flashgen.codegen.lower import lower
 from flashgen.codegen.render import render
 from flashgen.codegen.spec import load_specs, spec_path
 from flashgen.runtime.emulator.kernel import EmulatedKernel
-from flashgen.runtime.mla_values import MIN_TILES, OVERHEAD_TILES, RECORD_WORDS
+from flashgen.runtime.mla_values import MIN_TILES, OVERHEAD_TILES
 
 TILE = 64
 LENGTHS = st.one_of(
@@ -52,7 +52,7 @@ def kernel() -> EmulatedKernel:
 
 
 def parts_of(lengths: list[int], parts: int, overhead: int, least: int) -> list[Part]:
-    rows = torch.full((parts, RECORD_WORDS), -7, dtype=torch.int32)
+    rows = torch.full((parts, kernel().plan.constant("RECORD_WORDS")), -7, dtype=torch.int32)
     launcher = kernel().launcher({"batch": len(lengths), "parts": parts, "overhead_tiles": overhead,
                                   "min_tiles": least, "grid_x": 1})
     launcher(seqlens=torch.tensor(lengths, dtype=torch.int32), schedule=rows)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from expr_strategies import write
+from expr_strategies import DECLARED, write
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from variant_kit import FAMILIES, small, solve, spec_of
@@ -42,16 +42,6 @@ def test_shipped(spec: Spec) -> None:
 
 
 # ---- random expressions
-
-DECLARED: dict[str, Any] = {
-    "width": {"type": "int", "default": 5}, "step": {"type": "int", "default": -3}, "gain": {"type": "float"},
-    "cap": {"type": "float", "default": 2.5}, "flag": {"type": "bool", "default": True},
-    "slope": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q"]},
-    "table": {"type": "tensor", "dtype": "int32", "shape": [7]},
-    "bias": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q", 9]},
-    "doc": {"type": "tensor", "dtype": "int32", "shape": ["total_kv"]},
-    "keep": {"type": "tensor", "dtype": "bool", "shape": ["seqlen_q", "seqlen_kv"]}}
-
 
 def drawn(seed: int, kind: str, varlen: bool) -> str:
     """An expression without special functions, which tests of values have, that a call of this layout can read."""
