@@ -55,6 +55,7 @@ class Check:
                                "parts": [{"text": node.text, "type": node.type} for node in parts_of(tree)]}
         found["cuda"] = {e.slot: {"uniform": [vars(p) for p in e.uniform], "row": [vars(p) for p in e.row],
                                   "column": [vars(p) for p in e.column], "rest": e.rest, "tile_class": e.tile_class,
+                                  "class_rows": [vars(p) for p in e.class_rows],
                                   "first": list(e.first), "last": list(e.last)} for e in self.plan.expressions}
         if self.tiles is not None:
             tiles = self.tiles
@@ -188,6 +189,8 @@ def _cuda(e: Expression) -> Iterator[str]:
     for name, texts in (("first key", e.first), ("last key", e.last)):
         for text in texts:
             yield f"    {name:<16}{text}"
+    for part in e.class_rows:
+        yield f"    {'for some queries':<16}{part.cuda_type} rows.{part.name} = {part.text};"
     if e.tile_class:
         yield f"    {'for each tile':<16}{e.tile_class}"
 

@@ -5,25 +5,57 @@ thousands of tiles, one per lane, and has to be quick. The answer is a proof whe
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from flashgen.codegen.expr_print import PARAM_PREFIX, to_cuda
 from flashgen.codegen.expr_tree import Const, Expr, Index, Name, Op, walk
 
-_SPANS = {"q_pos": "q_span", "kv_pos": "kv_span"}
+_SPANS = {"q_pos": "rows.q_span", "kv_pos": "kv_span"}
 _PACKED = ("total_q", "total_kv")
 
 
-def tile_class(mask: Expr, names: Mapping[str, str]) -> str:
-    """A C++ expression over q_span, kv_span and `names`, of bits SEEN and HIDDEN; `mask` is canonical."""
-    return _Printer(names).truth(mask)
+@dataclass(frozen=True)
+class TileClass:
+    """`text`: a C++ expression over rows.q_span, kv_span and names, of bits SEEN and HIDDEN. It reads members
+    of `rows`: (type, name, text) of parts that read tensors and hang on no key, worked out once for some rows."""
+
+    text: str
+    rows: tuple[tuple[str, str, str], ...]
+
+
+def tile_class(mask: Expr, names: Mapping[str, str]) -> TileClass:
+    """Of a canonical mask; `names` as for to_cuda."""
+    printer = _Printer(names)
+    text = printer.truth(mask)
+    return TileClass(text, tuple((kind, name, part) for part, (kind, name) in printer.rows.items()))
 
 
 class _Printer:
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
+        self.rows: dict[str, tuple[str, str]] = {}  # text: (type, name)
+        self.inside = False  # of such a part
 
     def truth(self, tree: Expr) -> str:
+        return self.once("int", tree, self.make_truth)
+
+    def span(self, tree: Expr) -> str:
+        return self.once("Span", tree, self.make_span)
+
+    def once(self, kind: str, tree: Expr, make: Callable[[Expr], str]) -> str:
+        """The text; by name, of the largest parts that read tensors and hang on no key."""
+        nodes = list(walk(tree))
+        reads = any(isinstance(node, Index) for node in nodes)
+        if self.inside or not reads or any(isinstance(node, Name) and node.name == "kv_pos" for node in nodes):
+            return make(tree)
+        self.inside = True
+        text = make(tree)
+        self.inside = False
+        _, name = self.rows.setdefault(text, (kind, f"part_{len(self.rows)}"))
+        return f"rows.{name}"
+
+    def make_truth(self, tree: Expr) -> str:
         if isinstance(tree, Const):
             return "SEEN" if tree.value else "HIDDEN"
         if not _reads_positions(tree):
@@ -44,7 +76,7 @@ class _Printer:
             return f"truth_not({'truth' if kind == 'bool' else 'span'}_eq({sides}))"
         return f"{'truth' if kind == 'bool' else 'span'}_{tree.op}({sides})"
 
-    def span(self, tree: Expr) -> str:
+    def make_span(self, tree: Expr) -> str:
         if not _reads_positions(tree):
             return f"span_of({to_cuda(tree, self.names)})"
         if isinstance(tree, Name):

@@ -61,6 +61,7 @@ constexpr int BLOCK_N = 64;  // keys per tile
 constexpr int NUM_STAGES = 4;  // K tiles, and V tiles, in shared memory
 constexpr int Q_STAGES = 2;  // query tiles of each warpgroup
 constexpr int WORK_STAGES = 2;  // query tiles announced ahead
+constexpr int TICKET_LEAD = 3;  // key tiles left to load when a block asks for its next unit
 constexpr int NUM_THREADS = 512;  // with the warpgroup of copy warps
 constexpr int HEAD_DIM_QK = 128;  // columns of q and k in device memory
 constexpr int HEAD_DIM_V = 128;  // columns of v and out in device memory
@@ -75,20 +76,20 @@ constexpr int MMA_REGISTERS = 160;  // per thread that multiplies: what the othe
 constexpr int CLEAN_WARPS = 2;  // of the load warpgroup: what its other two leave
 constexpr int CLEAN_BARRIER = 7;  // the named barrier at which they meet, behind those below
 
-// Shared memory of one block, 229936 bytes:
+// Shared memory of one block, 229968 bytes:
 //   [0, +98304)  Q: [3 warpgroups][2 stages] of 64 queries
 //   [98304, +65536)  K: 4 stages of 64 keys
 //   [163840, +65536)  V: 4 stages of 64 values
 //   [229376, +232)  WORK: 2 announcements of query tiles
-//   [229616, +32)  TILES: [2][stages]: which tile each stage of keys holds, and of values
-//   [229648, +288)  BARRIERS: the mbarriers
+//   [229616, +64)  TILES: [stages][3 warpgroups] which tile a stage of keys holds; [stages] of values
+//   [229680, +288)  BARRIERS: the mbarriers
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_K = 98304;
 constexpr int SMEM_V = 163840;
 constexpr int SMEM_WORK = 229376;
 constexpr int SMEM_TILES = 229616;
-constexpr int SMEM_BARRIERS = 229648;
-constexpr int SMEM_BYTES = 229936;
+constexpr int SMEM_BARRIERS = 229680;
+constexpr int SMEM_BYTES = 229968;
 
 // mbarriers, by their place in region BARRIERS:
 constexpr int K_FULL = 0;  // [4], complete after 1 arrivals: a tile of keys has landed
@@ -213,12 +214,23 @@ FG_DEVICE int aligned(const Params& p, const Work& work, int row) {
   return row + (p.align_bottom_right ? work.seqlen_kv - work.seqlen_q : 0);
 }
 
-// Bits SEEN and HIDDEN of a tile of keys for the rows first_row .. last_row, which exist.
-FG_DEVICE int tile_class(const Params& p, const Work& work, int first_row, int last_row, int tile) {
-  [[maybe_unused]] const Span q_span = {aligned(p, work, first_row), aligned(p, work, last_row)};
-  [[maybe_unused]] const Span kv_span = {tile * BLOCK_N, min_int(tile * BLOCK_N + BLOCK_N, work.seqlen_kv) - 1};
-  const int found = truth_and(truth_or(span_lt(kv_span, span_of(p.user_num_sink)), span_lt(span_add(q_span, span_neg(kv_span)), span_of(p.user_window))), span_le(kv_span, q_span));
-  return tile * BLOCK_N + BLOCK_N > work.seqlen_kv ? found | HIDDEN : found;  // it has keys that do not exist
+// Some rows of a query tile, and what of a tile's class hangs on them alone.
+struct TileRows {
+  Span q_span;
+};
+// Of rows first_row .. last_row, which exist.
+FG_DEVICE TileRows tile_rows(const Params& p, const Work& work, int first_row, int last_row) {
+  TileRows rows = {};
+  rows.q_span = {aligned(p, work, first_row), aligned(p, work, last_row)};
+  if (work.seqlen_kv == 0) return rows;  // there are no tiles, and tensors may have no elements
+  return rows;
+}
+
+// Bits SEEN and HIDDEN of the keys of tiles first .. last for some rows.
+FG_DEVICE int tile_class(const Params& p, const Work& work, const TileRows& rows, int first, int last) {
+  [[maybe_unused]] const Span kv_span = {first * BLOCK_N, min_int(last * BLOCK_N + BLOCK_N, work.seqlen_kv) - 1};
+  const int found = truth_and(truth_or(span_lt(kv_span, span_of(p.user_num_sink)), span_lt(span_add(rows.q_span, span_neg(kv_span)), span_of(p.user_window))), span_le(kv_span, rows.q_span));
+  return last * BLOCK_N + BLOCK_N > work.seqlen_kv ? found | HIDDEN : found;  // with keys that do not exist
 }
 
 // One query row, and whether it sees a key.
@@ -318,13 +330,15 @@ struct Assignments {
 };
 
 // ---- the load warp: takes units, announces them, finds the tiles of keys that some row sees, copies keys and values.
-// Keys run one tile ahead of values, from one unit into the next, because that is how the products need them. Each
-// stage's tile is told in a word beside it.
+// Keys run one tile ahead of values, from one unit into the next, because that is how the products need them. Beside
+// each stage of keys a word tells each warpgroup what is in it for its rows.
 FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64_t* barriers) {
   Ring<NUM_STAGES> keys, values;
   Ring<WORK_STAGES> works;
   const bool issues = threadIdx.x == 0;
-  int* const key_tiles = reinterpret_cast<int*>(smem + SMEM_TILES);
+  const int lane = threadIdx.x % WARP_SIZE;
+  int* const key_tiles = reinterpret_cast<int*>(smem + SMEM_TILES);         // [stage][warpgroup]
+  int* const value_tiles = key_tiles + NUM_STAGES * WARPGROUPS;             // [stage], of the whole block
   const auto announce = [&](const Work& work, int unit) {
     works.wait_empty(barriers + WORK_EMPTY);
     write_assignment(*reinterpret_cast<Assignment*>(smem + SMEM_WORK + works.stage * sizeof(Assignment)), work, unit);
@@ -334,7 +348,7 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   const auto load_values = [&](int word, int row, int head, int batch) {
     values.wait_empty(barriers + V_EMPTY);
     if (issues) {
-      key_tiles[NUM_STAGES + values.stage] = word;
+      value_tiles[values.stage] = word;
       load_panels<ValueTile>(smem + SMEM_V + values.stage * ValueTile::BYTES, &p.v_map,
                              barriers + V_LANDED + values.stage, row, head, batch, EVICT_LAST);
     }
@@ -350,28 +364,38 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
       continue;
     }
     announce(work, unit);
-    const int first_row = work.m_tile * BLOCK_M;
-    const int last_row = min_int(first_row + BLOCK_M, work.seqlen_q) - 1;
-    TileWalk walk((work.seqlen_kv + BLOCK_N - 1) / BLOCK_N);
-    const auto next_tile = [&] {
-      return walk.next([&](int tile) { return tile_class(p, work, first_row, last_row, tile); });
+    const int first_row = work.m_tile * BLOCK_M, last_row = min_int(first_row + BLOCK_M, work.seqlen_q) - 1;
+    const TileRows all_rows = tile_rows(p, work, first_row, last_row);
+    const auto classify = [&](int first, int last) { return tile_class(p, work, all_rows, first, last); };
+    TileWalk walk((work.seqlen_kv + BLOCK_N - 1) / BLOCK_N, classify);
+    // Each lane answers for a warpgroup, where the rows of all do not see all of a tile.
+    const bool answers = lane < WARPGROUPS && first_row + 64 * lane <= last_row && work.seqlen_kv > 0;
+    const int my_first = min_int(first_row + 64 * lane, last_row), my_last = min_int(my_first + 63, last_row);
+    const TileRows my_rows = tile_rows(p, work, my_first, my_last);
+    const auto my_word = [&](int word) {
+      if ((word & TILE_PARTIAL) == 0) return word;
+      const int found = answers ? tile_class(p, work, my_rows, tile_of(word), tile_of(word)) : HIDDEN;
+      return (word & ~TILE_PARTIAL) | (found & HIDDEN ? TILE_PARTIAL : 0) | (found & SEEN ? 0 : TILE_UNSEEN);
     };
-    int word = next_tile();
+    int word = walk.next(classify);
     if (word < 0) word = TILE_PARTIAL;  // tile 0, that nobody sees: every stage of the pipeline has something to do
     int next = 0;
+    bool asked = false;
     while (word >= 0) {
-      const int following = next_tile();
-      if (following < 0) {
-        word |= TILE_LAST;
+      const int following = walk.next(classify);
+      if (following < 0) word |= TILE_LAST;
+      // The next unit: late, so that whoever is done first takes it, and early enough for the answer to be there.
+      if (!asked && (following < 0 || walk.ends_within(TICKET_LEAD))) {
         next = next_unit(p, unit);
+        asked = true;
       }
       keys.wait_empty(barriers + K_EMPTY);
       const int kv_row = map_kv_row(work) + tile_of(word) * BLOCK_N, kv_head = work.head_q / p.heads_per_kv_head;
-      if (issues) {
-        key_tiles[keys.stage] = word;
+      if (lane < WARPGROUPS) key_tiles[keys.stage * WARPGROUPS + lane] = my_word(word);
+      sync_warp();
+      if (issues)
         load_panels<KeyTile>(smem + SMEM_K + keys.stage * KeyTile::BYTES, &p.k_map, barriers + K_FULL + keys.stage,
                              kv_row, kv_head, map_batch(work), EVICT_LAST);
-      }
       keys.advance();
       if (due >= 0) load_values(due, row, head, batch);
       due = word;
@@ -419,7 +443,7 @@ FG_DEVICE void clean_values(unsigned char* smem, uint64_t* barriers, int clean_w
     int word;
     do {
       values.wait_full(barriers + V_LANDED);
-      word = first_lane(reinterpret_cast<const int*>(smem + SMEM_TILES)[NUM_STAGES + values.stage]);
+      word = first_lane(reinterpret_cast<const int*>(smem + SMEM_TILES)[NUM_STAGES * WARPGROUPS + values.stage]);
       if ((word & TILE_PARTIAL) != 0 &&
           clean_tile<ValueTile, CLEAN_WARPS, Element>(smem + SMEM_V + values.stage * ValueTile::BYTES, clean_warp) &&
           threadIdx.x % WARP_SIZE == 0)
@@ -475,7 +499,8 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
 
   // The word of the tile whose scores are at work. Only lane 0 reads it, which gives the stage back.
   const auto word_of_tile = [&] {
-    return first_lane(lane == 0 ? reinterpret_cast<const int*>(smem + SMEM_TILES)[keys.stage] : 0);
+    const int* const words = reinterpret_cast<const int*>(smem + SMEM_TILES) + this_warpgroup();
+    return first_lane(lane == 0 ? words[keys.stage * WARPGROUPS] : 0);
   };
 
   if (!assignments.more()) return;
@@ -510,6 +535,15 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     while (!(here & TILE_LAST)) {
       keys.wait_full(barriers + K_FULL);
       here = word_of_tile();
+      if (here & TILE_UNSEEN) {  // only the rows of other warpgroups see it: no scores, and weights of 0
+        start_values();
+        release(barriers + K_EMPTY, keys);
+        wgmma_wait<0>(registers_of(o), weights);
+        release(barriers + V_EMPTY, values);
+        advance();
+        fill_zero(weights);
+        continue;
+      }
       start_scores(q_desc, keys.stage);
       start_values();
       wgmma_wait<1>(registers_of(s));

@@ -125,8 +125,8 @@ def register_cases() -> list[Case]:
 
     def votes(inputs: Arrays) -> Arrays:
         warps = inputs["x"].reshape(-1, 2, 32) != 0
-        return {"any": np.repeat(warps.any(2), 32, 1).astype(np.int32).reshape(-1, 64),
-                "count": np.repeat(warps.sum(2), 32, 1).astype(np.int32).reshape(-1, 64),
+        count = np.repeat(warps.sum(2), 32, 1).astype(np.int32).reshape(-1, 64)
+        return {"any": np.repeat(warps.any(2), 32, 1).astype(np.int32).reshape(-1, 64), "count": count, "bits": count,
                 "lanes": np.repeat(packed := (warps << np.arange(32)).sum(2), 32, 1).astype(np.uint32).reshape(-1, 64),
                 "highest": np.repeat(np.vectorize(lambda x: int(x).bit_length() - 1)(packed), 32, 1)
                 .astype(np.int32).reshape(-1, 64),
@@ -136,16 +136,17 @@ def register_cases() -> list[Case]:
         x = rng.integers(0, 2, (8, 64), dtype=np.int32)
         x[1], x[2, :32], x[3], x[3, 63] = 0, 0, 0, 1
         return {"x": x, "lanes": zeros(8, 64, dtype=np.uint32),
-                **{name: zeros(8, 64, dtype=np.int32) for name in ("any", "count", "block", "highest")}}
+                **{name: zeros(8, 64, dtype=np.int32) for name in ("any", "count", "block", "highest", "bits")}}
 
     voted = Case("votes", ("warp",), {"x": "const int", "any": "int", "count": "int", "block": "int",
-                                      "lanes": "uint32_t", "highest": "int"}, """
+                                      "lanes": "uint32_t", "highest": "int", "bits": "int"}, """
   for (int i = threadIdx.x; i < 8 * 64; i += 64) {
     const bool x = p.x[i] != 0;
     p.any[i] = any_in_warp(x);
     p.count[i] = count_in_warp(x);
     p.lanes[i] = lanes_in_warp(x);
     p.highest[i] = highest_bit(p.lanes[i]);
+    p.bits[i] = count_bits(p.lanes[i]);
     p.block[i] = any_in_block(x);
   }
 """, ballots, votes, threads=64, hopper=False)

@@ -61,14 +61,15 @@ def problems_of(spec: Spec, seed: int = 0) -> list[Problem]:
 def with_nans_in_v(inputs: Inputs) -> Inputs:
     """NaN and infinities in the last keys of each sequence, so that some rows see them and others do not.
 
-    No infinities where large scores make weights underflow: 0 * inf is NaN in 16 bits, and inf in fp64.
+    No infinities where scores are so far apart that weights underflow: 0 * inf is NaN in 16 bits, and inf in fp64.
     """
+    apart = inputs.softmax_scale == 1.0 or (inputs.changes is not None and inputs.changes.score is not None)
     v = inputs.v.clone()
     ends = [v.shape[-3]] if inputs.cu_seqlens_kv is None else inputs.cu_seqlens_kv[1:].tolist()
     for end in ends:
         if end > 4:
             v.narrow(-3, end - 2, 1)[..., ::3] = float("nan")
-            v.narrow(-3, end - 3, 1)[..., 1::2] = float("nan" if inputs.softmax_scale == 1.0 else "-inf")
+            v.narrow(-3, end - 3, 1)[..., 1::2] = float("nan" if apart else "-inf")
     return inputs.with_(v=v)
 
 

@@ -19,7 +19,7 @@ from flashgen.codegen.expr_canon import canonical
 from flashgen.codegen.expr_eval import evaluate
 from flashgen.codegen.expr_params import read_params
 from flashgen.codegen.expr_spans import compiled as compiled_spans
-from flashgen.codegen.expr_tiles import tile_class
+from flashgen.codegen.expr_tiles import TileClass, tile_class
 from flashgen.codegen.expr_tree import Expr, Index, Param, TensorParam, walk
 from flashgen.codegen.render import TEMPLATES
 from flashgen.errors import SpecError
@@ -38,14 +38,20 @@ def compiled(trees: list[Expr], params: Params, folder: Path) -> ctypes.CDLL:
                       else f"  {C_TYPES[p.type]} user_{name};\n" for name, p in params.items())
     functions = "\n".join(
         f'extern "C" int f{i}(const Params& p, int q0, int q1, int k0, int k1, '
-        f'{", ".join(f"int {name}" for name in NUMBERS)}) {{\n'
-        f"  const Span q_span = {{q0, q1}}, kv_span = {{k0, k1}};\n  return {tile_class(tree, C_NAMES)};\n}}"
+        f'{", ".join(f"int {name}" for name in NUMBERS)}) {{\n{body(tile_class(tree, C_NAMES))}}}'
         for i, tree in enumerate(trees))
     (folder / "text.cpp").write_text(f"{SHIM}{HELPERS}{SPANS}struct Params {{\n{members}}};\n{functions}\n")
     subprocess.run(["g++", "-std=c++17", "-O1", "-Wall", "-Wno-unused", "-Wno-parentheses", "-Werror",
                     "-fsanitize=undefined", "-fno-sanitize-recover", "-ffp-contract=off", "-shared", "-fPIC",
                     "text.cpp", "-o", "text.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "text.so"))
+
+
+def body(of_tiles: TileClass) -> str:
+    members = "".join(f" {kind} {name};" for kind, name, _ in of_tiles.rows)
+    parts = "".join(f"  rows.{name} = {text};\n" for _, name, text in of_tiles.rows)
+    return (f"  struct {{ Span q_span;{members} }} rows = {{}};\n  rows.q_span = {{q0, q1}};\n{parts}"
+            f"  const Span kv_span = {{k0, k1}};\n  return {of_tiles.text};\n")
 
 
 def found(library: ctypes.CDLL, index: int, params: Params, env: dict[str, Any], box: tuple[int, ...]) -> int:

@@ -1,6 +1,8 @@
 """What a spec's expressions add to a plan: CUDA text, parameters and flags. Nothing for specs without."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.codegen.expr_canon import build, canonical
 from flashgen.codegen.expr_interval import interval
 from flashgen.codegen.expr_print import DISTANCE, KERNEL_NAMES, hoist, to_cuda
@@ -76,9 +78,12 @@ def _printed(slot: str, tree: Expr) -> Expression:
         return Expression(slot, tree.text, first=bounds.first, last=bounds.last)
     quick = _with_reciprocals(_with_distances(tree)) if slot == "score" else tree  # a mask's last bit decides
     hoisted = hoist(quick)
-    return Expression(slot, tree.text, _parts(hoisted.uniform), _parts(hoisted.row), _parts(hoisted.column),
-                      to_cuda(hoisted.rest, KERNEL_NAMES), to_cuda(quick, KERNEL_NAMES),
-                      tile_class(tree, KERNEL_NAMES) if slot == "mask" else "")
+    found = Expression(slot, tree.text, _parts(hoisted.uniform), _parts(hoisted.row), _parts(hoisted.column),
+                       to_cuda(hoisted.rest, KERNEL_NAMES), to_cuda(quick, KERNEL_NAMES))
+    if slot == "score":
+        return found
+    of_tiles = tile_class(tree, KERNEL_NAMES)
+    return replace(found, tile_class=of_tiles.text, class_rows=tuple(Part(*part) for part in of_tiles.rows))
 
 
 def _parts(parts: tuple[ExprPart, ...]) -> tuple[Part, ...]:

@@ -134,8 +134,8 @@ def _smem(spec: Spec, tile: TileRow, groups: int, walked: bool, out_stages: int,
           if out_stages else ()),
         ("WORK", WORK_STAGES * (ASSIGNMENT_BYTES + groups * KV_TILES_BYTES),
          f"{WORK_STAGES} announcements of query tiles"),
-        *((("TILES", 16 * -(-tile.stages // 2), "[2][stages]: which tile each stage of keys holds, and of values"),)
-          if walked else ()),
+        *((("TILES", round_up(4 * tile.stages * (groups + 1), 16),
+            f"[stages][{groups} warpgroups] which tile a stage of keys holds; [stages] of values"),) if walked else ()),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))
 
@@ -183,8 +183,7 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         Constant("NUM_STAGES", tile.stages, "K tiles, and V tiles, in shared memory"),
         Constant("Q_STAGES", tile.q_stages, "query tiles of each warpgroup"),
         Constant("WORK_STAGES", WORK_STAGES, "query tiles announced ahead"),
-        *(() if expressions.mask_of(spec) == "expression" else
-          (Constant("TICKET_LEAD", TICKET_LEAD, "key tiles left to load when a block asks for its next unit"),)),
+        Constant("TICKET_LEAD", TICKET_LEAD, "key tiles left to load when a block asks for its next unit"),
         Constant("NUM_THREADS", WARPGROUP_THREADS * (groups + 1), "with the warpgroup of copy warps"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and out in device memory"),

@@ -47,6 +47,17 @@ FG_DEVICE void fill_zero(float (&fragments)[1][N][4]) {
     for (int i = 0; i < 4; ++i) fragments[0][n][i] = 0.0f;
 }
 
+template <int N>
+FG_DEVICE void fill_zero(uint32_t (&operand)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      operand[n][i] = 0;
+      tie_registers(operand[n][i]);  // here: a constant would be set where products already run
+    }
+}
+
 // Starts s = q k^T over K_STEPS * 16 columns, as one group.
 template <class QueryTile, class KeyTile, int K_STEPS, class Element, int N>
 FG_DEVICE void issue_scores(float (&s)[1][N][4], uint64_t q, uint64_t k) {

@@ -10,6 +10,7 @@ FG_DEVICE bool any_in_warp(bool x) { return __any_sync(0xffffffffu, x); }
 FG_DEVICE int count_in_warp(bool x) { return __popc(__ballot_sync(0xffffffffu, x)); }
 FG_DEVICE uint32_t lanes_in_warp(bool x) { return __ballot_sync(0xffffffffu, x); }  // a bit for each lane
 FG_DEVICE int highest_bit(uint32_t x) { return 31 - __clz(x); }  // its place; -1 of 0
+FG_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 FG_DEVICE void sync_warp() { __syncwarp(); }  // what a lane wrote before is visible to the others after
 FG_DEVICE void sync_block() { __syncthreads(); }
 FG_DEVICE bool any_in_block(bool x) { return __syncthreads_or(x); }

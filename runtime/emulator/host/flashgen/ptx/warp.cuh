@@ -11,6 +11,7 @@ FG_DEVICE bool any_in_warp(bool x) { return emu::ballot(x) != 0; }
 FG_DEVICE int count_in_warp(bool x) { return __builtin_popcount(emu::ballot(x)); }
 FG_DEVICE uint32_t lanes_in_warp(bool x) { return emu::ballot(x); }
 FG_DEVICE int highest_bit(uint32_t x) { return x == 0 ? -1 : 31 - __builtin_clz(x); }
+FG_DEVICE int count_bits(uint32_t x) { return __builtin_popcount(x); }
 FG_DEVICE void sync_warp() { emu::sync_warp(); }
 FG_DEVICE void sync_block() { emu::sync_block(false); }
 FG_DEVICE bool any_in_block(bool x) { return emu::sync_block(x); }
