@@ -128,8 +128,8 @@ class Expression:
     """A slot's expression in CUDA. `rest` gives the value for one score and reads the parts, which are computed before:
     `uniform` once a tile, `row` for each query row, `column` for each key. `whole` is all of it in one.
 
-    Of masks, `tile_class` gives what a tile's rows may see (templates/include/flashgen/span.cuh), by `class_rows`, which
-    are worked out once for some rows. One that is an interval has instead bounds of its `first` key and its `last`.
+    Of masks, `tile_class` gives what some rows may see of a tile (templates/include/flashgen/span.cuh), by `class_rows`,
+    which hang on the rows alone. One that is an interval has instead bounds of its `first` key and its `last`.
     """
 
     slot: str

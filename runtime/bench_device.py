@@ -72,7 +72,7 @@ class CudaDevice:
         self.timer_name, self.data = timer, data
 
     def facts(self) -> dict[str, Any]:
-        versions: dict[str, Any] = {name: found for name in PACKAGES if (found := _version(name)) is not None}
+        versions: dict[str, Any] = {name: found for name in PACKAGES if (found := package_version(name)) is not None}
         versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "nvrtc": version_text()}
         return {"gpu": self.properties.name, "driver": driver_version(), "versions": versions}
 
@@ -101,14 +101,10 @@ class CudaDevice:
 
     def peer(self, name: str, case: Case, inputs: Sequence[Inputs]) -> Sequence[Call]:
         """Refused, with the peer's own words, if it does not serve the case."""
-        try:
+        with own_words():
             attend = PEERS[name][1](case)
             attend(inputs[0])
             torch.cuda.synchronize()
-        except Refused:
-            raise
-        except Exception as err:  # whatever a library raises for a shape it does not take
-            raise Refused(f"{type(err).__name__}: {str(err).strip().partition(chr(10))[0]}") from err
         return [functools.partial(attend, x) for x in inputs]
 
     def timer(self, calls: Sequence[Call]) -> Run:
@@ -148,11 +144,24 @@ def _prefix(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """None if no such package is installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """Whatever a library raises in here is Refused, in its words and those of the cause that it names."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as err:
+        words = [str(one).strip().partition("\n")[0] for one in (err, err.__cause__) if one is not None]
+        raise Refused(": ".join([type(err).__name__, *words])) from err
 
 
 # -- timers

@@ -1,27 +1,37 @@
-"""`flashgen bench` for flashmla: decodes over a paged cache, beside marks that FlashMLA left on the same kind of card.
+"""`flashgen bench` for flashmla: decodes over a paged cache, beside FlashMLA where it can be imported, and beside marks
+that it left on the same kind of card.
 
 As the marks were made: CUDA graph replays, the schedule worked out beforehand, the merge of split requests included,
 and the same inputs every time, so that small caches stay in L2.
 """
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.errors import SpecError, UnsupportedError, VerifyError
-from flashgen.runtime.bench import CALLS_PER_GRAPH, ROUNDS, Call, document, gpu_folder, interleave
+from flashgen.runtime.bench import CALLS_PER_GRAPH, OURS, ROUNDS, Call, Refused, document, gpu_folder, interleave
 from flashgen.runtime.bench_cases import ROOT, combinations
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flashgen.codegen.spec import Spec
     from flashgen.runtime.bench_device import CudaDevice
+    from flashgen.runtime.mla_problem import MlaInputs
 
 KEYS = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "dtype")
 HEAD_DIM_QK, HEAD_DIM_V, PAGE_SIZE = 576, 512, 64
+EXTENSION = "_flashmla_C.abi3.so"   # FlashMLA in vllm's wheel: a library of torch ops that needs nothing else of vllm
+CRASH_HEADS, CRASH_TOKENS = 16, 256 * 1024
+AGREE = 2e-2                        # of the largest value: a few roundings to bf16
 
 
 @dataclass(frozen=True)
@@ -86,51 +96,109 @@ def variant_for(case: MlaCase, specs: Sequence[Spec]) -> Spec:
     return max(fitting, key=lambda spec: spec.page_size or 0)
 
 
-def row_of(case: MlaCase, spec: Spec, ms: float, mark: float | None) -> dict[str, Any]:
-    """A row of the results. `speed` is ours over the mark's, None without one."""
-    figures = {"tflops": case.flops / ms / 1e9, "gbps": case.bytes / ms / 1e6}
-    return {"case": {**asdict(case), "variant": f"{spec.variant}.{spec.arch}"}, "ours_ms": float(f"{ms:.5g}"),
-            "mark_ms": mark, "speed": mark and float(f"{mark / ms:.5g}"),
-            **{name: float(f"{value:.5g}") for name, value in figures.items()}}
+def row_of(case: MlaCase, spec: Spec, medians: Mapping[str, float], refused: Mapping[str, str], mark: float | None
+           ) -> dict[str, Any]:
+    """A row of the results. `speed` is ours over the mark's, `ratio` over the best peer's; None without one."""
+    ms = medians[OURS]
+    peers = {name: _digits(other) for name, other in medians.items() if name != OURS}
+    return {"case": {**asdict(case), "variant": f"{spec.variant}.{spec.arch}"}, "ours_ms": _digits(ms),
+            "mark_ms": mark, "speed": mark and _digits(mark / ms), "peers": peers, "refused": dict(refused),
+            "ratio": _digits(min(peers.values()) / ms) if peers else None,
+            "tflops": _digits(case.flops / ms / 1e9), "gbps": _digits(case.bytes / ms / 1e6)}
 
 
-def geomeans_by_heads(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Our speed over the marks, as the geometric mean of the rows with one: of each head count, then of all."""
+def _digits(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def geomeans_by_heads(rows: Sequence[Mapping[str, Any]], figure: str = "speed") -> dict[str, float]:
+    """Our speed over the marks (or as `figure` "ratio" over the best peer), as the geometric mean of the rows with one:
+    of each head count, then of all."""
     groups: dict[str, list[float]] = {}
     for row in rows:
-        if row["speed"] is not None:
-            groups.setdefault(f"H{row['case']['num_heads_q']}", []).append(row["speed"])
+        if row[figure] is not None:
+            groups.setdefault(f"H{row['case']['num_heads_q']}", []).append(row[figure])
     everything = [speed for speeds in groups.values() for speed in speeds]
     return {name: statistics.geometric_mean(speeds)
             for name, speeds in {**groups, **({"all": everything} if everything else {})}.items()}
 
 
-def bench(device: CudaDevice, specs: Sequence[Spec], cases: Sequence[MlaCase], *, rounds: int = ROUNDS,
-          progress: Callable[[int, str], None] = lambda done, what: None, given_commit: str | None = None,
-          calls: Callable[[MlaCase, Spec], Call] | None = None) -> dict[str, Any]:
-    """All cases: the document that bench.write_results stores. `calls` makes what is timed; by default decode_call."""
-    facts = device.facts()
+def bench(device: CudaDevice, specs: Sequence[Spec], cases: Sequence[MlaCase], peers: Sequence[str] = (), *,
+          rounds: int = ROUNDS, progress: Callable[[int, str], None] = lambda done, what: None,
+          given_commit: str | None = None, make: Callable[[MlaCase, Spec], Decode] | None = None) -> dict[str, Any]:
+    """All cases: the document that bench.write_results stores. `make` makes what is timed; by default make_decode.
+
+    A peer that cannot be imported is listed under `absent`, one that refuses a case under that row's `refused`. One
+    that is timed adds its package to `versions`: None for a folder that is no installed package.
+    """
+    facts, present, absent = device.facts(), {}, {}
+    for name in peers:
+        try:
+            present[name] = PEERS[name]()
+        except Refused as err:
+            absent[name] = err.what
+    versions = {**facts["versions"], **{peer.package: peer.version for peer in present.values()}}
     source, marks = marks_for(facts["gpu"])
     rows = []
     for done, case in enumerate(cases):
         progress(done, case.label)
         spec = variant_for(case, specs)
-        run = device.timer([(calls or decode_call)(case, spec)] * CALLS_PER_GRAPH)
-        rows.append(row_of(case, spec, interleave({"ours": run}, rounds)["ours"], marks.get(case)))
-        del run  # the graph holds its tensors
+        medians, refused = _measure(device, (make or make_decode)(case, spec), present, rounds)
+        rows.append(row_of(case, spec, medians, refused, marks.get(case)))
         device.release()
     progress(len(cases), "")
-    return document(facts, given_commit, marks=source, rows=rows)
+    return document({**facts, "versions": versions}, given_commit, marks=source, absent=absent, rows=rows)
 
 
-def decode_call(case: MlaCase, spec: Spec) -> Call:
+def _measure(device: CudaDevice, decode: Decode, peers: Mapping[str, Peer], rounds: int
+             ) -> tuple[dict[str, float], dict[str, str]]:
+    """(median ms, why a peer refused). The graphs, which hold tensors, end with this call."""
+    from flashgen.runtime.bench_device import own_words
+
+    runs, refused = {OURS: device.timer([decode.ours] * CALLS_PER_GRAPH)}, {}
+    for name, peer in peers.items():
+        try:
+            with own_words():
+                runs[name] = device.timer([decode.peer(peer)] * CALLS_PER_GRAPH)
+        except Refused as err:
+            refused[name] = err.what
+    return interleave(runs, rounds), refused
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Ours, which writes `out`, and the inputs that peers share."""
+
+    case: MlaCase
+    inputs: MlaInputs
+    out: Tensor
+    ours: Call
+
+    def peer(self, peer: Peer) -> Call:
+        """Refused if it would die of the case, or answers something else than `out` holds."""
+        case, x = self.case, self.inputs
+        if case.num_heads_q <= CRASH_HEADS and case.batch * case.seqlen_kv >= CRASH_TOKENS:
+            raise Refused(f"with {CRASH_HEADS} query heads and {CRASH_TOKENS // 1024}k or more cached tokens in the "
+                          "batch it dies of an illegal memory access, and the process with it")
+        if x.page_table is None:
+            raise Refused("it takes pages only")
+        table = x.page_table.clone()
+        table[:, -(-case.seqlen_kv // PAGE_SIZE):] = table[:, :1]  # it may read there
+        call = peer.start(x.with_(kv_cache=x.kv_cache.unsqueeze(2), page_table=table))
+        difference = float((call().float() - self.out.float()).abs().max() / self.out.float().abs().max())
+        if not difference < AGREE:
+            raise Refused(f"its answer differs from ours by {difference:.2g} of the largest value")
+        return call
+
+
+def make_decode(case: MlaCase, spec: Spec, device: str = "cuda") -> Decode:
     """A decode of N(0, 1) tensors with pages in random order, its schedule at hand."""
     import flashgen
     from flashgen.runtime.mla_problem import MlaProblem
 
     problem = MlaProblem((case.seqlen_kv,) * case.batch, case.num_heads_q, case.seqlen_q,
                          PAGE_SIZE if spec.kv_layout == "paged" else None, causal=case.seqlen_q > 1, dtype=case.dtype)
-    x = problem.make_inputs("cuda")
+    x = problem.make_inputs(device)
     out = x.q.new_full((*x.q.shape[:-1], HEAD_DIM_V), float("nan"))
     schedule = flashgen.mla_schedule(x.seqlens_kv, case.num_heads_q, case.seqlen_q)
 
@@ -140,4 +208,60 @@ def decode_call(case: MlaCase, spec: Spec) -> Call:
     call()
     if not out.isfinite().all():  # a kernel that writes nothing would be fast
         raise VerifyError("out is not finite", where=f"{spec.variant}.{spec.arch}", next="flashgen verify")
-    return call
+    return Decode(case, x, out, call)
+
+
+# -- FlashMLA
+
+Start = Callable[["MlaInputs"], Callable[[], "Tensor"]]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`start` works out the metadata of inputs, whose cache is [pages, page_size, 1, head_dim_qk]; what it gives is
+    timed."""
+
+    package: str
+    version: str | None
+    start: Start
+
+
+def find_flashmla() -> Peer:
+    """The package flash_mla, or else the extension in vllm, which need not be installed beyond that file and is not
+    imported. Refused says what is missing."""
+    import torch
+
+    from flashgen.runtime.bench_device import own_words, package_version
+
+    with own_words():
+        if importlib.util.find_spec("flash_mla") is not None:
+            start = _package_start(importlib.import_module("flash_mla"))
+            return Peer("flash_mla", package_version("flash_mla"), start)
+        found = importlib.util.find_spec("vllm")
+        for folder in (found and found.submodule_search_locations) or ():
+            if (path := Path(folder) / EXTENSION).is_file():
+                torch.ops.load_library(path)
+                return Peer("vllm", package_version("vllm"), _op_start(torch.ops._flashmla_C.dense_decode_fwd))
+    raise Refused(f"neither flash_mla nor vllm/{EXTENSION} is on the path; pip install vllm")
+
+
+PEERS: dict[str, Callable[[], Peer]] = {"flashmla": find_flashmla}
+
+
+def _package_start(module: Any) -> Start:
+    """Versions whose metadata are tensors, and later ones that ignore these arguments and fill them in a first call."""
+    def start(x: MlaInputs) -> Callable[[], Tensor]:
+        metadata = module.get_mla_metadata(x.seqlens_kv, x.q.shape[1] * x.q.shape[2], 1)
+        return lambda: module.flash_mla_with_kvcache(
+            x.q, x.kv_cache, x.page_table, x.seqlens_kv, HEAD_DIM_V, *metadata, softmax_scale=HEAD_DIM_QK ** -0.5,
+            causal=x.causal)[0]
+    return start
+
+
+def _op_start(op: Callable[..., Any]) -> Start:
+    """The op returns the metadata that it made, or was given."""
+    def start(x: MlaInputs) -> Callable[[], Tensor]:
+        arguments = x.q, x.kv_cache, HEAD_DIM_V, x.seqlens_kv, x.page_table, HEAD_DIM_QK ** -0.5, x.causal
+        metadata = op(*arguments, None, None, None)[2:]
+        return lambda: op(*arguments, *metadata, None)[0]
+    return start

@@ -24,8 +24,8 @@ def register(app: typer.Typer) -> None:
 def bench(specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC...]", help=(
               "Spec files, or names of shipped ones; none for a grid that lists variants."))] = None,
           arch: Archs = None, variant: Variants = None,
-          peers: Annotated[str, typer.Option("--peers", metavar="NAMES", help="Comma-separated; '' for none.")] = (
-              ALL_PEERS),
+          peers: Annotated[str, typer.Option("--peers", metavar="NAMES", help=(
+              "Comma-separated; '' for none. By default those of attention, flashmla for decodes."))] = ALL_PEERS,
           problem_grid: Annotated[str | None, typer.Option("--problem-grid", metavar="GRID", help=(
               "A YAML file, or text such as '{batch: 2, num_heads_q: 16, head_dim_qk: 128, seqlen_q: [2048, 8192]}'; "
               "by default benchmarks/grids/<family>_<pass>.yaml of the first spec."))] = None,
@@ -40,24 +40,26 @@ def bench(specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC...]",
               "benchmarks/results")) -> Output:
     """Time kernels against peers on this machine's GPU; write JSON and a picture below DIR/<gpu>.
 
-    Decodes are compared with the marks in benchmarks/marks instead."""
+    Decodes are timed beside FlashMLA, and compared with the marks in benchmarks/marks."""
     if not specs:
         return _bench_variants(problem_grid, peers, timer, out, rounds=rounds, given_commit=given_commit)
     chosen = select(specs, arch, variant)
     try:
         from flashgen.runtime.bench_device import PEERS, CudaDevice
+        from flashgen.runtime.bench_mla import PEERS as MLA_PEERS
     except ImportError as err:
         raise EnvironmentError_(f"torch cannot be imported: {err}", next="flashgen doctor") from err
-    names = _names(peers, tuple(PEERS))
+    decodes = chosen[0].family == "flashmla"
+    names = _names(peers, tuple(MLA_PEERS if decodes else PEERS))
     device = CudaDevice(timer, data)
     if overhead:
         return _overhead(device, out, given_commit)
-    if chosen[0].family == "flashmla":
-        return _bench_mla(device, chosen, problem_grid, out, rounds=rounds, given_commit=given_commit)
-    return _bench(device, chosen, names, problem_grid, out, rounds=rounds, given_commit=given_commit)
+    run = _bench_mla if decodes else _bench
+    return run(device, chosen, names, problem_grid, out, rounds=rounds, given_commit=given_commit)
 
 
-def _bench_mla(device: Any, specs: Sequence[Spec], grid: str | None, out: Path, **options: Any) -> Output:
+def _bench_mla(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | None, out: Path, **options: Any
+               ) -> Output:
     from flashgen.runtime.bench import results_name, write_results
     from flashgen.runtime.bench_cases import default_grid
     from flashgen.runtime.bench_mla import bench as run
@@ -67,27 +69,46 @@ def _bench_mla(device: Any, specs: Sequence[Spec], grid: str | None, out: Path, 
         raise UnsupportedError(f"data {device.data}", where="--data", allowed="normal, for decodes")
     cases = load_cases(grid or default_grid("flashmla", "decode"))
     with progress("timing", len(cases)) as step:
-        results = run(device, specs, cases, progress=step, **options)
+        results = run(device, specs, cases, peers, progress=step, **options)
     path = write_results(results, out, results_name("flashmla", "decode", grid, "normal"))
-    return Output(results, [*mla_tables(results), f"wrote {path}"])
+    return Output(results, [*mla_tables(results, peers), f"wrote {path}"])
 
 
-def mla_tables(results: dict[str, Any]) -> list[str | Table]:
-    """The rows beside the marks, and the means."""
+def mla_tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
+    """The rows beside the marks and the peers, the means, and who is missing."""
     from flashgen.runtime.bench_mla import MlaCase, geomeans_by_heads
 
-    rows = []
+    def text(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    names, rows = [name for name in peers if name not in results["absent"]], []
     for row in results["rows"]:
         case = MlaCase(**{key: value for key, value in row["case"].items() if key != "variant"})
+        beside = [f"{row['peers'][name]:.4f}" if name in row["peers"] else "refused" for name in names]
         rows.append((row["case"]["variant"], case.label, f"{row['ours_ms']:.4f}", f"{row['tflops']:.0f}",
-                     f"{row['gbps']:.0f}", "" if row["mark_ms"] is None else f"{row['mark_ms']:.4f}",
-                     "" if row["speed"] is None else f"{row['speed']:.3f}"))
-    columns = ("variant", "case", ">ms", ">TFLOP/s", ">GB/s", ">FlashMLA ms", ">speed / FlashMLA")
-    means = ", ".join(f"{name} {mean:.3f}" for name, mean in geomeans_by_heads(results["rows"]).items())
-    return [f"{results['gpu']}, driver {results['driver']}; marks: {results['marks'] or 'none for this card'}",
-            Table(columns, rows), *([f"speed over the marks, geometric mean: {means}"] if means else [])]
+                     f"{row['gbps']:.0f}", text(row["mark_ms"], 4), text(row["speed"], 3), *beside,
+                     *([text(row["ratio"], 3)] if names else [])))
+    columns = ("variant", "case", ">ms", ">TFLOP/s", ">GB/s", ">mark ms", ">speed / mark",
+               *(f">{name} ms" for name in names), *([">speed / peer"] if names else []))
+    parts: list[str | Table] = [
+        f"{results['gpu']}, driver {results['driver']}; marks: {results['marks'] or 'none for this card'}",
+        Table(columns, rows)]
+    for figure, over in (("speed", "the marks"), ("ratio", ", ".join(names))):
+        if means := geomeans_by_heads(results["rows"], figure):
+            each = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+            parts.append(f"speed over {over}, geometric mean: {each}")
+    return parts + _missing(results)
+
+
+def _missing(results: dict[str, Any]) -> list[str]:
+    """The peers that are absent, and what the others refused."""
+    reasons = {f"refused: {name}: {why}" for row in results["rows"] for name, why in row["refused"].items()}
+    return [*(f"absent: {name}: {reason}" for name, reason in results["absent"].items()), *sorted(reasons)]
+
+
 def _names(peers: str, known: Sequence[str]) -> list[str]:
-    names = [name.strip() for name in peers.split(",") if name.strip()]
+    """All that are known where none are named."""
+    names = list(known) if peers == ALL_PEERS else [name.strip() for name in peers.split(",") if name.strip()]
     for name in names:
         if name not in known:
             raise UnsupportedError(f"no peer {name}", where="--peers", allowed=", ".join(known),
@@ -104,7 +125,7 @@ def _bench_variants(grid: str | None, peers: str, timer: str, out: Path, **optio
         raise SpecError("no SPEC, and no grid that lists variants", where="bench",
                         allowed="flashgen bench SPEC..., or --problem-grid GRID with a key `variants`",
                         nearest="--problem-grid benchmarks/grids/fa3_variants.yaml")
-    names = _names(",".join(PEERS) if peers == ALL_PEERS else peers, PEERS)
+    names = _names(peers, PEERS)
     cases = load_variants(grid)
     try:
         from flashgen.runtime.bench_flex import VariantDevice
@@ -165,10 +186,7 @@ def tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
     columns = ("variant", "case", ">ms", ">TFLOP/s", ">GB/s", *(f">{name} ms" for name in names), ">speed / best peer")
     data = "" if results["data"] == "normal" else f", {results['data']} data"
     parts: list[str | Table] = [f"{results['gpu']}, driver {results['driver']}{data}", Table(columns, rows)]
-    parts += _means(results["rows"])
-    parts += [f"absent: {name}: {reason}" for name, reason in results["absent"].items()]
-    reasons = {f"refused: {name}: {why}" for row in results["rows"] for name, why in row["refused"].items()}
-    return parts + sorted(reasons)
+    return parts + _means(results["rows"]) + _missing(results)
 
 
 def _means(rows: Sequence[dict[str, Any]]) -> list[str]:
