@@ -126,10 +126,10 @@ class Part:
 @dataclass(frozen=True)
 class Expression:
     """A slot's expression in CUDA. `rest` gives the value for one score and reads the parts, which are computed before:
-    `uniform` once a tile, `row` for each query row, `column` for each key. `whole` is all of it in one.
+    `uniform` ones once (of masks, once a tile), `row` for each query row, `column` for each key. `whole` is all in one.
 
-    Of masks, `tile_class` gives what some rows may see of a tile (templates/include/flashgen/span.cuh), by `class_rows`,
-    which hang on the rows alone. One that is an interval has instead bounds of its `first` key and its `last`.
+    Of masks, `tile_class` gives what some rows may see of a tile (templates/include/flashgen/span.cuh), and reads
+    `class_rows`, which hang on rows alone. An interval has bounds of its `first` key and its `last` instead.
     """
 
     slot: str

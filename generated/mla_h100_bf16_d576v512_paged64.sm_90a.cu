@@ -144,6 +144,14 @@ FG_DEVICE Segment& segment_at(unsigned char* smem, int index) {
   return reinterpret_cast<Segment*>(smem + SMEM_SEGMENTS)[index % SEGMENTS];
 }
 
+// Word by word: a wider store needs more registers in a row than the copy warps can spare.
+FG_DEVICE void announce_segment(unsigned char* smem, int index, const Segment& segment) {
+  volatile int* const words = reinterpret_cast<volatile int*>(&segment_at(smem, index));
+  const int* const from = reinterpret_cast<const int*>(&segment);
+#pragma unroll
+  for (int i = 0; i < (int)(sizeof(Segment) / sizeof(int)); ++i) words[i] = from[i];
+}
+
 constexpr int SLOTS_PER_HALF = HALF_COLS / SLOT_COLS, SLOTS_PER_TILE = 2 * SLOTS_PER_HALF;
 static_assert(NUM_SLOTS % SLOTS_PER_HALF == 0, "the pieces of a half lie side by side");
 
@@ -272,7 +280,7 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
         mbarrier_wait_parity(barriers + Q_EMPTY, index & 1 ^ 1);
       }
       if (issues) {
-        segment_at(smem, index) = segment;
+        announce_segment(smem, index, segment);
         mbarrier_arrive(barriers + ANNOUNCED);
         mbarrier_arrive_expect_tx(barriers + Q_FULL, QueryTile::BYTES);
         tma_load_4d(smem + SMEM_Q, &p.q_map, barriers + Q_FULL, 0, blockIdx.x % p.m_blocks * BLOCK_M, 0, request, EVICT_FIRST);
@@ -399,8 +407,8 @@ FG_DEVICE int* part_counters(const Params& p, int first_part) {
 // The end of a segment, by both warpgroups: the output, or where other blocks have tiles of the same request, this part
 // of it.
 FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1][HALF_COLS / 8][4], const StaleRows& rows,
-                              int half, int first_row, int index) {
-  const Segment segment = uniform_copy(segment_at(smem, index));
+                              int half, int first_row, const Segment& announced, int index) {
+  const Segment segment = uniform_copy(announced);
   const int warp = threadIdx.x % 128 / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int lane_row = 16 * warp + lane / 4, warp_rows = p.q_rows - first_row - 16 * warp;
   float* const sums = reinterpret_cast<float*>(smem + SMEM_SUMS) + index % 2 * (2 * BLOCK_M) + lane_row;
@@ -524,6 +532,11 @@ struct Warpgroup {
 
   FG_DEVICE Warpgroup(const Params& p, unsigned char* smem, uint64_t* barriers) : p(p), smem(smem), barriers(barriers) {}
 
+  FG_DEVICE Segment& segment() const {
+    uint32_t index = own;
+    tie_registers(index);  // its place is worked out anew each time, too
+    return segment_at(smem, index);
+  }
   FG_DEVICE float* references() const { return reinterpret_cast<float*>(smem + SMEM_REFERENCES) + lane_row; }
   FG_DEVICE int* raised() const { return reinterpret_cast<int*>(smem + SMEM_RAISED) + warp; }
   FG_DEVICE void release(uint64_t* barrier) const {
@@ -531,7 +544,7 @@ struct Warpgroup {
   }
 
   FG_DEVICE void read_queries() {
-    const Element* const q = p.q + first_lane(segment_at(smem, own).request) * p.q_outer_stride;
+    const Element* const q = p.q + first_lane(segment().request) * p.q_outer_stride;
 #pragma unroll
     for (int i = 0; i < 4 * REGISTER_QUERY_PANELS; ++i)
 #pragma unroll
@@ -721,12 +734,11 @@ struct Warpgroup {
   FG_DEVICE void run() {
     while (true) {
       mbarrier_wait_parity(barriers + ANNOUNCED, own & 1);
-      const Segment& segment = segment_at(smem, own);
-      if (first_lane(segment.request) < 0) break;
+      if (first_lane(segment().request) < 0) break;
       read_queries();
-      if (half == 0) left_tiles(segment);
-      if (half == 1) right_tiles(segment);
-      finish_segment(p, smem, o, rows, half, first_row, own);
+      if (half == 0) left_tiles(segment());
+      if (half == 1) right_tiles(segment());
+      finish_segment(p, smem, o, rows, half, first_row, segment(), own);
       ++own;
     }
     merge_splits(p, smem, barriers, first_row);

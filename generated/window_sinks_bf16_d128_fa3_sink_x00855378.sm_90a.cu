@@ -372,37 +372,45 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
     const bool answers = lane < WARPGROUPS && first_row + 64 * lane <= last_row && work.seqlen_kv > 0;
     const int my_first = min_int(first_row + 64 * lane, last_row), my_last = min_int(my_first + 63, last_row);
     const TileRows my_rows = tile_rows(p, work, my_first, my_last);
-    const auto my_word = [&](int word) {
-      if ((word & TILE_PARTIAL) == 0) return word;
-      const int found = answers ? tile_class(p, work, my_rows, tile_of(word), tile_of(word)) : HIDDEN;
-      return (word & ~TILE_PARTIAL) | (found & HIDDEN ? TILE_PARTIAL : 0) | (found & SEEN ? 0 : TILE_UNSEEN);
+    const auto my_class = [&](const TileRun& run) {
+      if (!run.partial) return SEEN;
+      return answers ? tile_class(p, work, my_rows, run.first, run.first) : HIDDEN;
     };
-    int word = walk.next(classify);
-    if (word < 0) word = TILE_PARTIAL;  // tile 0, that nobody sees: every stage of the pipeline has something to do
-    int next = 0;
+    TileRun run = {0, 0, false};
+    int found = SEEN, next = 0;
     bool asked = false;
-    while (word >= 0) {
-      const int following = walk.next(classify);
-      if (following < 0) word |= TILE_LAST;
-      // The next unit: late, so that whoever is done first takes it, and early enough for the answer to be there.
-      if (!asked && (following < 0 || walk.ends_within(TICKET_LEAD))) {
-        next = next_unit(p, unit);
-        asked = true;
+    while (true) {
+      TileRun following = walk.next<WARP_SIZE>(classify);
+      if (run.count + following.count == 0) following = {0, 1, true};  // nobody sees anything; but the pipeline needs one
+      const int found_following = my_class(following);
+      const bool ends = walk.ends();
+      for (int i = 0; i < run.count; ++i) {
+        const bool last_of_run = i + 1 == run.count;
+        // The next unit: late, so that whoever is done first takes it, and early enough for the answer to be there.
+        if (!asked && ends && run.count - i + following.count <= TICKET_LEAD) {
+          next = next_unit(p, unit);
+          asked = true;
+        }
+        const int word = run.word(i) | (last_of_run && following.count == 0 ? TILE_LAST : 0);
+        keys.wait_empty(barriers + K_EMPTY);
+        const int kv_row = map_kv_row(work) + tile_of(word) * BLOCK_N, kv_head = work.head_q / p.heads_per_kv_head;
+        if (lane < WARPGROUPS)
+          key_tiles[keys.stage * WARPGROUPS + lane] = (word & ~TILE_PARTIAL) | (found & HIDDEN ? TILE_PARTIAL : 0) |
+                                                      (last_of_run && !(found_following & SEEN) ? NEXT_UNSEEN : 0);
+        sync_warp();
+        if (issues)
+          load_panels<KeyTile>(smem + SMEM_K + keys.stage * KeyTile::BYTES, &p.k_map, barriers + K_FULL + keys.stage,
+                               kv_row, kv_head, map_batch(work), EVICT_LAST);
+        keys.advance();
+        if (due >= 0) load_values(due, row, head, batch);
+        due = word;
+        row = kv_row;
+        head = kv_head;
+        batch = map_batch(work);
       }
-      keys.wait_empty(barriers + K_EMPTY);
-      const int kv_row = map_kv_row(work) + tile_of(word) * BLOCK_N, kv_head = work.head_q / p.heads_per_kv_head;
-      if (lane < WARPGROUPS) key_tiles[keys.stage * WARPGROUPS + lane] = my_word(word);
-      sync_warp();
-      if (issues)
-        load_panels<KeyTile>(smem + SMEM_K + keys.stage * KeyTile::BYTES, &p.k_map, barriers + K_FULL + keys.stage,
-                             kv_row, kv_head, map_batch(work), EVICT_LAST);
-      keys.advance();
-      if (due >= 0) load_values(due, row, head, batch);
-      due = word;
-      row = kv_row;
-      head = kv_head;
-      batch = map_batch(work);
-      word = following;
+      if (following.count == 0) break;
+      run = following;
+      found = found_following;
     }
     unit = first_lane(next);
   }
@@ -534,9 +542,9 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     // ---- tiles that some row of the block sees, from the last to the first
     while (!(here & TILE_LAST)) {
       keys.wait_full(barriers + K_FULL);
-      here = word_of_tile();
-      if (here & TILE_UNSEEN) {  // only the rows of other warpgroups see it: no scores, and weights of 0
+      if (here & NEXT_UNSEEN) {  // only the rows of other warpgroups see it: no scores, and weights of 0
         start_values();
+        here = word_of_tile();
         release(barriers + K_EMPTY, keys);
         wgmma_wait<0>(registers_of(o), weights);
         release(barriers + V_EMPTY, values);
@@ -546,6 +554,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       }
       start_scores(q_desc, keys.stage);
       start_values();
+      here = word_of_tile();  // while the products run
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
       if (here & TILE_PARTIAL) hide_scores(s, p, work, row, tile_of(here) * BLOCK_N + lane_col);

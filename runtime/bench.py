@@ -51,13 +51,14 @@ def sets_needed(bytes_per_set: int, l2_bytes: int) -> int:
 
 
 def interleave(runs: Mapping[str, Run], rounds: int = ROUNDS, warmup: int = WARMUP_ROUNDS) -> dict[str, float]:
-    """Median ms per call of each. Every round times each once, beginning with another one, so that slow changes of
-    clock and temperature meet all of them alike."""
+    """Median ms per call of each. Every round times each once, beginning with another one and in either direction, so
+    that slow changes of clock and temperature meet all alike, and none always comes after the one that heats most."""
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(warmup + rounds):
         first = number % len(names)
-        for name in names[first:] + names[:first]:
+        order = names[first:] + names[:first]
+        for name in order[::-1] if number // len(names) % 2 else order:
             elapsed = runs[name]()
             if number >= warmup:
                 times[name].append(elapsed)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 KEYS = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "dtype")
 HEAD_DIM_QK, HEAD_DIM_V, PAGE_SIZE = 576, 512, 64
-EXTENSION = "_flashmla_C.abi3.so"   # FlashMLA in vllm's wheel: a library of torch ops that needs nothing else of vllm
 CRASH_HEADS, CRASH_TOKENS = 16, 256 * 1024
 AGREE = 2e-2                        # of the largest value: a few roundings to bf16
 
@@ -227,8 +226,8 @@ class Peer:
 
 
 def find_flashmla() -> Peer:
-    """The package flash_mla, or else the extension in vllm, which need not be installed beyond that file and is not
-    imported. Refused says what is missing."""
+    """The package flash_mla, or else the extension with it in another wheel, which is loaded by itself: the package
+    around it need not be importable. Refused says what is missing."""
     import torch
 
     from flashgen.runtime.bench_device import own_words, package_version
@@ -237,12 +236,14 @@ def find_flashmla() -> Peer:
         if importlib.util.find_spec("flash_mla") is not None:
             start = _package_start(importlib.import_module("flash_mla"))
             return Peer("flash_mla", package_version("flash_mla"), start)
-        found = importlib.util.find_spec("vllm")
-        for folder in (found and found.submodule_search_locations) or ():
-            if (path := Path(folder) / EXTENSION).is_file():
-                torch.ops.load_library(path)
-                return Peer("vllm", package_version("vllm"), _op_start(torch.ops._flashmla_C.dense_decode_fwd))
-    raise Refused(f"neither flash_mla nor vllm/{EXTENSION} is on the path; pip install vllm")
+        for package, (file, ops, make) in EXTENSIONS.items():
+            found = importlib.util.find_spec(package)
+            for folder in (found and found.submodule_search_locations) or ():
+                if (path := Path(folder) / file).is_file():
+                    torch.ops.load_library(path)
+                    return Peer(package, package_version(package), make(getattr(torch.ops, ops)))
+    files = ", ".join(f"{package}/{file}" for package, (file, _, _) in EXTENSIONS.items())
+    raise Refused(f"neither flash_mla nor one of {files} is on the path; pip install sgl-kernel")
 
 
 PEERS: dict[str, Callable[[], Peer]] = {"flashmla": find_flashmla}
@@ -258,10 +259,27 @@ def _package_start(module: Any) -> Start:
     return start
 
 
-def _op_start(op: Callable[..., Any]) -> Start:
+def _sgl_start(ops: Any) -> Start:
+    def start(x: MlaInputs) -> Callable[[], Tensor]:
+        tokens, heads = x.q.shape[1:3]
+        metadata = ops.get_mla_decoding_metadata(x.seqlens_kv, tokens * heads, 1, heads, False, None)
+        return lambda: ops.fwd_kvcache_mla(x.q, x.kv_cache, HEAD_DIM_V, x.seqlens_kv, x.page_table, HEAD_DIM_QK ** -0.5,
+                                           x.causal, *metadata, False, None)[0]
+    return start
+
+
+def _vllm_start(ops: Any) -> Start:
     """The op returns the metadata that it made, or was given."""
     def start(x: MlaInputs) -> Callable[[], Tensor]:
         arguments = x.q, x.kv_cache, HEAD_DIM_V, x.seqlens_kv, x.page_table, HEAD_DIM_QK ** -0.5, x.causal
-        metadata = op(*arguments, None, None, None)[2:]
-        return lambda: op(*arguments, *metadata, None)[0]
+        metadata = ops.dense_decode_fwd(*arguments, None, None, None)[2:]
+        return lambda: ops.dense_decode_fwd(*arguments, *metadata, None)[0]
     return start
+
+
+# Wheels with FlashMLA in a library of torch ops: file, namespace. The first is built from its sources as they are; the
+# second has a version of its own.
+EXTENSIONS: dict[str, tuple[str, str, Callable[[Any], Start]]] = {
+    "sgl_kernel": ("flashmla_ops.abi3.so", "sgl_kernel", _sgl_start),
+    "vllm": ("_flashmla_C.abi3.so", "_flashmla_C", _vllm_start),
+}

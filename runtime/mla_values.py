@@ -9,7 +9,7 @@ from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 from flashgen.runtime.values import LOG2_E
 
 OVERHEAD_TILES = 5  # what a segment costs beside its tiles: queries, the first scores, the output
-MIN_TILES = 2       # of a part of a request that is cut
+MOST_SINGLE_TILES = 16  # of a request that may have a part each; with more parts the merge outweighs a tile's products
 
 
 def row_blocks(seqlen_q: int, num_heads: int) -> int:
@@ -25,8 +25,8 @@ def num_parts(num_sms: int, seqlen_q: int, num_heads: int) -> int:
 def schedule_values(plan: Plan, *, num_sms: int, batch: int, seqlen_q: int, num_heads_q: int) -> dict[str, Any]:
     """Parameter values and grid of the schedule's launch; `schedule_words` is the size of its int32 array."""
     parts = num_parts(num_sms, seqlen_q, num_heads_q)
-    return {"batch": batch, "parts": parts, "overhead_tiles": OVERHEAD_TILES, "min_tiles": MIN_TILES, "grid_x": 1,
-            "schedule_words": parts * plan.constant("RECORD_WORDS")}
+    return {"batch": batch, "parts": parts, "overhead_tiles": OVERHEAD_TILES, "most_single_tiles": MOST_SINGLE_TILES,
+            "grid_x": 1, "schedule_words": parts * plan.constant("RECORD_WORDS")}
 
 
 def mla_values(plan: Plan, *, num_sms: int, batch: int, seqlen_q: int, num_heads_q: int, seqlen_kv: int, num_pages: int,

@@ -252,9 +252,35 @@ def test_the_extension_is_called_with_the_metadata_it_made(monkeypatch: pytest.M
         return honest(*inputs), None, "metadata", "splits"
 
     made, same = decode(monkeypatch), decode(monkeypatch)
-    made.peer(Peer("vllm", None, bench_mla._op_start(op)))()
+    made.peer(Peer("vllm", None, bench_mla._vllm_start(SimpleNamespace(dense_decode_fwd=op))))()
     assert seen == [None, "metadata", "metadata"]
     assert torch.equal(made.inputs.page_table, same.inputs.page_table)  # type: ignore[arg-type]  # ours, as it was
+
+
+def test_the_other_extension_is_called_with_metadata_made_beforehand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+                                                                     ) -> None:
+    made, calls = decode(monkeypatch), []
+
+    def metadata(seqlens: torch.Tensor, rows: int, heads_kv: int, heads: int, fp8: bool, topk: None) -> list[str]:
+        calls.append("metadata")
+        assert (rows, heads_kv, heads, fp8, topk) == (8, 1, 4, False, None)
+        return ["schedule", "splits"]
+
+    def forward(*arguments: Any) -> list[torch.Tensor]:
+        calls.append("forward")
+        assert arguments[7:] == ("schedule", "splits", False, None)
+        return [honest(*arguments[:7]), arguments[0]]
+
+    for package, file in (("sgl_kernel", "flashmla_ops.abi3.so"), ("vllm", "_flashmla_C.abi3.so")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / file).touch()
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: calls.append(path.name))
+    monkeypatch.setattr(torch.ops, "sgl_kernel", SimpleNamespace(get_mla_decoding_metadata=metadata,
+                                                                 fwd_kvcache_mla=forward), raising=False)
+    only_folder(monkeypatch, tmp_path)
+    call = made.peer(found := find_flashmla())
+    assert found.package == "sgl_kernel" and torch.allclose(call().float(), made.out.float(), atol=0.02)
+    assert calls == ["flashmla_ops.abi3.so", "metadata", "forward", "forward"]
 
 
 @pytest.mark.parametrize("lazy", [True, False])

@@ -14,7 +14,7 @@ from flashgen.codegen.lower import lower
 from flashgen.codegen.render import render
 from flashgen.codegen.spec import load_specs, spec_path
 from flashgen.runtime.emulator.kernel import EmulatedKernel
-from flashgen.runtime.mla_values import MIN_TILES, OVERHEAD_TILES
+from flashgen.runtime.mla_values import MOST_SINGLE_TILES, OVERHEAD_TILES
 
 TILE = 64
 LENGTHS = st.one_of(
@@ -51,10 +51,10 @@ def kernel() -> EmulatedKernel:
     return EmulatedKernel(plan, render(plan))
 
 
-def parts_of(lengths: list[int], parts: int, overhead: int, least: int) -> list[Part]:
+def parts_of(lengths: list[int], parts: int, overhead: int, single: int) -> list[Part]:
     rows = torch.full((parts, kernel().plan.constant("RECORD_WORDS")), -7, dtype=torch.int32)
     launcher = kernel().launcher({"batch": len(lengths), "parts": parts, "overhead_tiles": overhead,
-                                  "min_tiles": least, "grid_x": 1})
+                                  "most_single_tiles": single, "grid_x": 1})
     launcher(seqlens=torch.tensor(lengths, dtype=torch.int32), schedule=rows)
     return [Part(*row[:len(Part._fields)]) for row in rows.tolist()]
 
@@ -83,11 +83,11 @@ def pieces_of(records: list[Part], lengths: list[int]) -> list[list[Piece]]:
 
 @settings(deadline=None, max_examples=80)
 @given(LENGTHS, st.sampled_from([1, 2, 3, 4, 7, 13, 33, 66, 132]), st.sampled_from([1, 3, OVERHEAD_TILES]),
-       st.sampled_from([1, MIN_TILES, 4]))
-@example([64] * 9, 4, OVERHEAD_TILES, MIN_TILES)
-@example([70000], 132, OVERHEAD_TILES, MIN_TILES)
-def test_every_tile_has_one_block(lengths: list[int], parts: int, overhead: int, least: int) -> None:
-    records = parts_of(lengths, parts, overhead, least)
+       st.sampled_from([0, 3, MOST_SINGLE_TILES]))
+@example([64] * 9, 4, OVERHEAD_TILES, MOST_SINGLE_TILES)
+@example([70000], 132, OVERHEAD_TILES, MOST_SINGLE_TILES)
+def test_every_tile_has_one_block(lengths: list[int], parts: int, overhead: int, single: int) -> None:
+    records = parts_of(lengths, parts, overhead, single)
     used = [record.first_request >= 0 for record in records]
     assert used == sorted(used, reverse=True), "parts without work come last"
     for pieces, length in zip(pieces_of(records, lengths), lengths, strict=True):
@@ -97,7 +97,8 @@ def test_every_tile_has_one_block(lengths: list[int], parts: int, overhead: int,
             assert (after.begin, after.part) == (before.end, before.part + 1)
         for piece in pieces:
             assert piece.begin < piece.end and piece.sharers == (pieces[0].part, pieces[-1].part)
-        assert all(piece.end - piece.begin >= least for piece in pieces[:-1]), "only what is left may be a sliver"
+        if max(map(tiles_of, lengths)) > single:
+            assert all(piece.end - piece.begin >= 2 for piece in pieces[1:-1]), "a part of its own has two tiles"
 
 
 @settings(deadline=None, max_examples=25)
@@ -106,8 +107,15 @@ def test_work_is_even(length: int, parts: int, count: int) -> None:
     """No part costs more than its share and what the uncut rest of one more request may bring."""
     lengths = [length] * count
     costs = [0] * parts
-    for pieces in pieces_of(parts_of(lengths, parts, OVERHEAD_TILES, MIN_TILES), lengths):
+    for pieces in pieces_of(parts_of(lengths, parts, OVERHEAD_TILES, MOST_SINGLE_TILES), lengths):
         for piece in pieces:
             costs[piece.part] += piece.end - piece.begin + OVERHEAD_TILES
     share = (tiles_of(length) + OVERHEAD_TILES) * count / parts
-    assert max(costs) <= share + 2 * OVERHEAD_TILES + MIN_TILES + tiles_of(length)
+    assert max(costs) <= share + 2 * OVERHEAD_TILES + 2 + tiles_of(length)
+
+
+def test_short_requests_are_cut_into_single_tiles() -> None:
+    """... and longer ones are not: every tile of the first has a part, every two of the second."""
+    for tiles, per_part in ((MOST_SINGLE_TILES, 1), (MOST_SINGLE_TILES + 2, 2)):
+        [pieces] = pieces_of(parts_of([tiles * TILE], 132, OVERHEAD_TILES, MOST_SINGLE_TILES), [tiles * TILE])
+        assert [piece.end - piece.begin for piece in pieces] == [per_part] * (tiles // per_part)

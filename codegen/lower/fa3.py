@@ -29,6 +29,7 @@ from flashgen.errors import PlanError
 # Registers per thread by number of mma warpgroups: (load, mma). A block has 64 Ki; setmaxnreg moves them in steps of 8.
 # The load warps decode tiles and keep three rings, which takes about 32.
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
+GATHER_REGISTERS = (40, 152)  # of three, where tiles are found by tensors that are read element by element
 ALL_REGISTERS = 255       # of a thread: what each has from the start where only one warpgroup multiplies
 WARP_ROWS = 16            # of an accumulator of wgmma
 OUT_STAGES = 2            # panels of the output that a warp has under way
@@ -37,7 +38,8 @@ TICKET_LEAD = 3           # hides the answer of a device-wide counter; more woul
 CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
 MERGED_CHUNKS = 2         # the least that fills a sector of device memory; small shares keep every SM busy
 PARTS_AT_ONCE = 6         # what the registers of four warpgroups hold
-GATHER_ROWS, GATHER_HEAD_DIM = 128, 64  # of kernels that spill with more: three warpgroups have 160 registers each
+GATHER_ROWS = (192, 128)  # of kernels that spill with more, up to GATHER_HEAD_DIM and above: more rows, fewer registers
+GATHER_HEAD_DIM = 64
 ASSIGNMENT_BYTES = 56     # of one announcement, at most, and for each warpgroup
 KV_TILES_BYTES = 20
 
@@ -48,13 +50,14 @@ def lower(spec: Spec, target: Target) -> Plan:
     if not target.features >= {"tma", "wgmma"} or row is None:
         raise PlanError(f"no fa3 tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256) on sm_90a", nearest="family fa2")
-    if expressions.gathers(spec) and row.m > GATHER_ROWS and spec.head_dim_v > GATHER_HEAD_DIM:
-        row = replace(row, m=GATHER_ROWS, warps=GATHER_ROWS // WARPGROUP_ROWS * WARPGROUP_WARPS,
+    rows = GATHER_ROWS[spec.head_dim_v > GATHER_HEAD_DIM]
+    if expressions.gathers(spec) and row.m > rows:
+        row = replace(row, m=rows, warps=rows // WARPGROUP_ROWS * WARPGROUP_WARPS,
                       source=f"{row.source}; with fewer rows, as each score reads an element of a tensor")
     tile = overridden(spec, row)
     _check_tile(spec, tile)
     groups, varlen = tile.m // WARPGROUP_ROWS, spec.kv_layout == "varlen"
-    load_registers, mma_registers = REGISTERS.get(groups, (None, None))
+    load_registers, mma_registers = _registers(spec, groups) or (None, None)
     split = spec.split
     pingpong = (spec.schedule or tile.schedule) == "pingpong" and groups > 1
     packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
@@ -88,6 +91,11 @@ def lower(spec: Spec, target: Target) -> Plan:
     )
 
 
+def _registers(spec: Spec, groups: int) -> tuple[int, int] | None:
+    """(load, mma), or None where nothing moves."""
+    return GATHER_REGISTERS if groups == 3 and expressions.gathers(spec) else REGISTERS.get(groups)
+
+
 def _check_tile(spec: Spec, tile: TileRow) -> None:
     def refuse(what: str, allowed: str, nearest: str = "") -> None:
         raise PlanError(what, where=f"{spec.variant}.{spec.arch}", allowed=allowed, nearest=nearest)
@@ -98,7 +106,7 @@ def _check_tile(spec: Spec, tile: TileRow) -> None:
     if tile.n % 16:
         refuse(f"tile.n {tile.n} is not a multiple of 16", "multiples of 16 (one k-step of the value product)")
     need = register_need(tile.n, round_up(spec.head_dim_v, 16))
-    limit = REGISTERS[groups][1] if groups in REGISTERS else ALL_REGISTERS
+    _, limit = _registers(spec, groups) or (0, ALL_REGISTERS)
     if need.total > limit:
         refuse(f"needs at least {need} registers per mma thread", f"{limit} with {groups} mma warpgroups",
                "a smaller tile.n, or fewer warpgroups")
@@ -201,11 +209,10 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
             Constant("STORED_ROWS", WARP_ROWS if spec.kv_layout == "varlen" else 1,
                      "of a warp's 16 that must exist for a box to take them: it ends where the tensor does"),
         ]
-    if groups in REGISTERS:
-        load_registers, mma_registers = REGISTERS[groups]
+    if registers := _registers(spec, groups):
         constants += [
-            Constant("LOAD_REGISTERS", load_registers, "per thread that copies"),
-            Constant("MMA_REGISTERS", mma_registers, "per thread that multiplies: what the others leave of 64 Ki"),
+            Constant("LOAD_REGISTERS", registers[0], "per thread that copies"),
+            Constant("MMA_REGISTERS", registers[1], "per thread that multiplies: what the others leave of 64 Ki"),
         ]
     if poisonable:
         constants += [

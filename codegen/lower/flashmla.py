@@ -65,7 +65,7 @@ def lower_schedule(spec: Spec, target: Target) -> Plan:
             Param("batch", "i32", "requests"),
             Param("parts", "i32", "blocks that share the work of a block of rows"),
             Param("overhead_tiles", "i32", "what a segment costs beside its tiles, in tiles"),
-            Param("min_tiles", "i32", "fewest tiles of a request that is cut"),
+            Param("most_single_tiles", "i32", "tiles of a request that may have a part each"),
         ),
         smem=(), roles=(Role("schedule", 1),), launch=Launch(32, 1, 0, "x = 1"),
     )

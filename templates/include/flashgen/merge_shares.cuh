@@ -59,43 +59,63 @@ FG_DEVICE void weigh_parts(Results results, int parts, int valid_rows, int threa
   bar_sync<BARRIER, 4 * ROWS>();
 }
 
-// Adds up units [begin, end) of all parts. A unit is one fragment of one warp that has rows.
-// Groups of `sharers` warps take UNITS units at a time, each warp every sharers-th part; all loads of UNITS x PARTS come
-// first, so that they wait together. Calls write(row, col, x, y) for pairs of columns.
-template <int ROWS, int COLS, int BARRIER, int UNITS, int PARTS, class Results, class Write>
+// One fragment of one warp: its first row and column for this lane, and its place in a part.
+struct Unit {
+  int row, col, place;
+};
+FG_DEVICE Unit unit_at(int unit, int row_warps, int lane) {
+  const int warp = unit % row_warps, fragment = unit / row_warps;
+  return {16 * warp + lane / 4, 8 * fragment + 2 * (lane % 4), 128 * fragment + WARP_SIZE * warp + lane};
+}
+
+template <int UNITS, int PARTS, class Results>
+FG_DEVICE void read_units(Float4 (&y)[UNITS][PARTS], Results results, int parts, const Unit (&units)[UNITS], int part,
+                          int step) {
+#pragma unroll
+  for (int j = 0; j < PARTS; ++j) {
+    const Float4* const from = reinterpret_cast<const Float4*>(results(min_int(part + j * step, parts - 1)));
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) y[u][j] = from[units[u].place];
+  }
+}
+
+// Adds up units [begin, end) of all parts, those of warps that have rows. Groups of `sharers` warps take UNITS units at a
+// time, each warp every sharers-th part; all loads of UNITS x PARTS come first, so that they wait together, and the first
+// of them before `weigh()`. Calls write(row, col, x, y) for pairs of columns.
+template <int ROWS, int BARRIER, int UNITS, int PARTS, class Results, class Weigh, class Write>
 FG_DEVICE void add_units(Results results, int parts, int begin, int end, int valid_rows, int sharers, const float* weights,
-                         Float4* scratch, Write write) {
+                         Float4* scratch, Weigh weigh, Write write) {
   constexpr int WARPS = 8;
+  uint32_t thread = threadIdx.x;
+  tie_registers(thread);  // or what follows from it would be worked out before the main loop, which has no registers for it
   const int row_warps = (valid_rows + 15) / 16;  // of each warpgroup, that had rows
-  const int warp = first_lane(threadIdx.x / WARP_SIZE) - 4, lane = threadIdx.x % WARP_SIZE;
+  const int warp = first_lane(thread / WARP_SIZE) - 4, lane = thread % WARP_SIZE;
   const int groups = WARPS / sharers, group = warp / sharers, sharer = warp % sharers;
   const float* const factors = weights + parts * ROWS;
+  Unit units[UNITS];
+  Float4 y[UNITS][PARTS];
+  const auto find_units = [&](int first) {
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) units[u] = unit_at(min_int(first + group + groups * u, end - 1), row_warps, lane);
+  };
+  if (begin < end) {
+    find_units(begin);
+    read_units(y, results, parts, units, sharer, sharers);
+  }
+  weigh();
   for (int first = begin; first < end; first += groups * UNITS) {
-    int row[UNITS], col[UNITS], place[UNITS];
-    Float4 sum[UNITS];
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      const int unit = min_int(first + group + groups * u, end - 1);
-      row[u] = 16 * (unit % row_warps) + lane / 4;
-      col[u] = unit / row_warps * 8 + 2 * (lane % 4);
-      place[u] = unit / row_warps * 128 + unit % row_warps * WARP_SIZE + lane;
-      sum[u] = {};
-    }
+    find_units(first);
+    Float4 sum[UNITS] = {};
     for (int i = sharer; i < parts; i += PARTS * sharers) {
-      Float4 y[UNITS][PARTS];
-#pragma unroll
-      for (int j = 0; j < PARTS; ++j) {
-        const Float4* const from = reinterpret_cast<const Float4*>(results(min_int(i + j * sharers, parts - 1)));
-#pragma unroll
-        for (int u = 0; u < UNITS; ++u) y[u][j] = from[place[u]];
-      }
+      if (first > begin || i > sharer) read_units(y, results, parts, units, i, sharers);
 #pragma unroll
       for (int j = 0; j < PARTS; ++j)
 #pragma unroll
         for (int u = 0; u < UNITS; ++u)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float weight = i + j * sharers < parts && row[u] + 8 * h < valid_rows ? weights[(i + j * sharers) * ROWS + row[u] + 8 * h] : 0.0f;
+            const int row = units[u].row + 8 * h;
+            const float weight = i + j * sharers < parts && row < valid_rows ? weights[(i + j * sharers) * ROWS + row] : 0.0f;
             if (weight != 0.0f) {  // a weight of 0 leaves nothing, whatever the part holds
 #pragma unroll
               for (int k = 2 * h; k < 2 * h + 2; ++k) sum[u].x[k] = fmaf(weight, y[u][j].x[k], sum[u].x[k]);
@@ -119,8 +139,8 @@ FG_DEVICE void add_units(Results results, int parts, int begin, int end, int val
       if (sharer == 0 && first + group + groups * u < end) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float factor = factors[row[u] + 8 * h];
-          write(row[u] + 8 * h, col[u], sum[u].x[2 * h] * factor, sum[u].x[2 * h + 1] * factor);
+          const int row = units[u].row + 8 * h;
+          write(row, units[u].col, sum[u].x[2 * h] * factors[row], sum[u].x[2 * h + 1] * factors[row]);
         }
       }
   }
@@ -130,7 +150,9 @@ FG_DEVICE void add_units(Results results, int parts, int begin, int end, int val
 // weigh_parts and then for 256 Float4.
 template <int ROWS, int COLS, int BARRIER, class Results, class End, class Write>
 FG_DEVICE void merge_share(Results results, int parts, int part, int valid_rows, float* shared, End end_row, Write write) {
-  weigh_parts<ROWS, COLS, BARRIER>(results, parts, valid_rows, threadIdx.x - 128, shared, end_row);
+  const auto weigh = [&] {
+    weigh_parts<ROWS, COLS, BARRIER>(results, parts, valid_rows, threadIdx.x - 128, shared, end_row);
+  };
   const int row_warps = (valid_rows + 15) / 16;
   const int units = 2 * COLS / 8 * row_warps;
   const int begin = units * part / parts, end = units * (part + 1) / parts;
@@ -139,7 +161,7 @@ FG_DEVICE void merge_share(Results results, int parts, int part, int valid_rows,
   Float4* const scratch = reinterpret_cast<Float4*>(shared + (2 * parts + 9) * ROWS);
   static_assert(COLS >= 64, "two parts have enough units for every warp");
   if (parts <= 2)
-    add_units<ROWS, COLS, BARRIER, 8, 2>(results, parts, begin, end, valid_rows, 1, shared, scratch, write);
+    add_units<ROWS, BARRIER, 8, 2>(results, parts, begin, end, valid_rows, 1, shared, scratch, weigh, write);
   else
-    add_units<ROWS, COLS, BARRIER, 2, 8>(results, parts, begin, end, valid_rows, sharers, shared, scratch, write);
+    add_units<ROWS, BARRIER, 2, 8>(results, parts, begin, end, valid_rows, sharers, shared, scratch, weigh, write);
 }

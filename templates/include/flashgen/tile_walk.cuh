@@ -1,6 +1,6 @@
 // The tiles of keys that some row of a query tile sees, from the last to the first, found by the tiles' classes: a warp
 // looks at 32 of them at once, so that those in between cost nothing but a bit. Where there are many, it first looks at
-// 32 runs of tiles, and then only into those runs that are not hidden as a whole.
+// 32 spans of tiles, and then only into those that are not hidden as a whole.
 #pragma once
 #include "flashgen/ptx/warp.cuh"
 #include "flashgen/span.cuh"
@@ -8,37 +8,44 @@
 // A tile in one word, for shared memory: 8 * tile + these. Negative: none.
 constexpr int TILE_LAST = 1;     // of this query tile
 constexpr int TILE_PARTIAL = 2;  // some row does not see all of it: masked
-constexpr int TILE_UNSEEN = 4;   // no row of this warpgroup sees any of it
+constexpr int NEXT_UNSEEN = 4;   // the next tile: no row of this warpgroup sees any of it
 FG_DEVICE int tile_of(int word) { return word >> 3; }
+
+// Neighbouring tiles, from tile `first` downwards, that every row sees whole; or one that is PARTIAL. count 0: none.
+struct TileRun {
+  int first, count;
+  bool partial;
+  FG_DEVICE int word(int i = 0) const { return (first - i) << 3 | (partial ? TILE_PARTIAL : 0); }
+};
 
 struct TileWalk {
   int base;                // tiles below it are yet to be looked at
   uint32_t seen, partial;  // of tiles base .. base + 31, those that are due
-  uint32_t runs;           // of 2^shift tiles, that are not hidden
+  uint32_t spans;          // of 2^shift tiles, that are not hidden
   int shift;
 
   // By a whole warp; `classify(first, last)` gives bits SEEN and HIDDEN of tiles first .. last.
   template <class Classify>
-  FG_DEVICE TileWalk(int num_tiles, Classify classify) : base(num_tiles), seen(0), partial(0), runs(~0u), shift(0) {
+  FG_DEVICE TileWalk(int num_tiles, Classify classify) : base(num_tiles), seen(0), partial(0), spans(~0u), shift(0) {
     while (num_tiles > WARP_SIZE << shift) ++shift;
     if (shift < 2) return;  // two looks find all tiles, too
     const int first = (int)(threadIdx.x % WARP_SIZE) << shift;
     const int found = first < num_tiles ? classify(first, min_int(first + (1 << shift), num_tiles) - 1) : HIDDEN;
-    runs = lanes_in_warp((found & SEEN) != 0);
+    spans = lanes_in_warp((found & SEEN) != 0);
   }
 
-  // Runs that hold tiles yet to be looked at.
-  FG_DEVICE uint32_t runs_below() const { return base > 0 ? runs & ((2u << ((base - 1) >> shift)) - 1) : 0; }
+  // Spans that hold tiles yet to be looked at.
+  FG_DEVICE uint32_t spans_below() const { return base > 0 ? spans & ((2u << ((base - 1) >> shift)) - 1) : 0; }
 
-  // Whether at most `count` tiles are due; false where that is not known yet.
-  FG_DEVICE bool ends_within(int count) const { return runs_below() == 0 && count_bits(seen) <= count; }
+  // Whether no more runs follow; false also where that is not known yet.
+  FG_DEVICE bool ends() const { return seen == 0 && spans_below() == 0; }
 
-  // The next tile as a word without LAST, or -1. By a whole warp.
-  template <class Classify>
-  FG_DEVICE int next(Classify classify) {
+  // The next run, of MOST tiles at most. By a whole warp.
+  template <int MOST, class Classify>
+  FG_DEVICE TileRun next(Classify classify) {
     while (seen == 0) {
-      const uint32_t below = runs_below();
-      if (below == 0) return -1;
+      const uint32_t below = spans_below();
+      if (below == 0) return {0, 0, false};
       base = min_int(base, (highest_bit(below) + 1) << shift) - WARP_SIZE;
       const int tile = base + (int)(threadIdx.x % WARP_SIZE);
       const int found = tile >= 0 ? classify(tile, tile) : HIDDEN;
@@ -46,7 +53,10 @@ struct TileWalk {
       partial = lanes_in_warp((found & HIDDEN) != 0);
     }
     const int lane = highest_bit(seen);
-    seen ^= 1u << lane;
-    return (base + lane) << 3 | ((partial >> lane & 1) != 0 ? TILE_PARTIAL : 0);
+    const bool is_partial = (partial >> lane & 1) != 0;
+    const int whole = 31 - highest_bit(~(seen & ~partial) << (31 - lane));  // in a row, from this one on
+    const int count = is_partial ? 1 : min_int(min_int(whole, lane + 1), MOST);
+    seen &= (1u << (lane + 1 - count)) - 1;
+    return {first_lane(base + lane), first_lane(count), first_lane(is_partial) != 0};  // as the compiler may know
   }
 };
