@@ -35,6 +35,7 @@ class Cutting(NamedTuple):
     head_dim_qk: int
     head_dim_v: int
     element_bytes: int
+    walked: bool = False  # which tiles of keys count depends on data
 
     def queries(self, group: int) -> int:
         """Of a tile, where `group` query heads share a kv head. UnsupportedError if those exceed a warpgroup's rows."""
@@ -136,9 +137,10 @@ def sections(cut: Cutting, num_sms: int, heads: int, m_tiles: int, seqlen_kv: in
 
     heads_per_section: as many as read SECTION_BYTES of K and V together, so that L2 keeps them while the query tiles of
     a section are worked on; at least 1, at most SECTION_HEADS. heads_at_the_end: enough for LAST_ROUNDS rounds of all
-    SMs, whose tiles end in order of length. heads_before_the_end: the others, in whole sections.
+    SMs, whose tiles end in order of length. heads_before_the_end: the others, in whole sections. Where data decide
+    which keys a query tile reads, nobody knows how many bytes that will be, and SECTION_HEADS even out its length.
     """
-    key_bytes = seqlen_kv * (cut.head_dim_qk + cut.head_dim_v) * cut.element_bytes
+    key_bytes = 0 if cut.walked else seqlen_kv * (cut.head_dim_qk + cut.head_dim_v) * cut.element_bytes
     per_section = max(1, min(SECTION_HEADS, heads, SECTION_BYTES * heads_per_kv_head // max(key_bytes, 1)))
     at_the_end = min(heads, -(-LAST_ROUNDS * num_sms // max(m_tiles, 1)))
     before = (heads - at_the_end) // per_section * per_section

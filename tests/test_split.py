@@ -152,6 +152,13 @@ def test_heads_per_section(heads: int, ratio: int, key_bytes: int, expected: int
     assert sections(cutting, SMS, heads, 10**6, seqlen_kv, ratio)["heads_per_section"] == expected
 
 
+def test_sections_where_data_decide_which_keys_count() -> None:
+    cutting, seqlen_kv = head(100 * SECTION_BYTES)
+    for heads in (3, 64):
+        found = sections(cutting._replace(walked=True), SMS, heads, 10**6, seqlen_kv, 1)
+        assert found["heads_per_section"] == min(heads, SECTION_HEADS)
+
+
 def ordered_tile(tile: int, m_tiles: int, heads_per_section: int, heads_before_the_end: int, heads_at_the_end: int
                  ) -> int:
     """slots/order/longest_first.cuh.j2."""

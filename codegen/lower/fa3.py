@@ -59,7 +59,9 @@ def lower(spec: Spec, target: Target) -> Plan:
     groups, varlen = tile.m // WARPGROUP_ROWS, spec.kv_layout == "varlen"
     load_registers, mma_registers = _registers(spec, groups) or (None, None)
     split = spec.split
-    pingpong = (spec.schedule or tile.schedule) == "pingpong" and groups > 1
+    # Without turns, warpgroups whose softmax takes long fall into step (docs/variants.md).
+    slow = mask == "expression" or spec.expressions.score is not None
+    pingpong = (spec.schedule or ("pingpong" if slow else tile.schedule)) == "pingpong" and groups > 1
     packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
     order = "longest_first" if varlen or (mask != "full" and not packed) else "in_order"
     # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
