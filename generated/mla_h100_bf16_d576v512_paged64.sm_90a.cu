@@ -30,7 +30,7 @@
 // roles
 //   load: 4 warps, 24 registers per thread
 //   mma: 8 warps, 240 registers per thread
-// grid: x = m_blocks for each part of the schedule, all resident at once
+// grid: x = records of the schedule, all resident at once
 
 #include "flashgen/gemm_async.cuh"
 #include "flashgen/merge_shares.cuh"
@@ -45,7 +45,7 @@
 #include "flashgen/store_rows.cuh"
 
 using Element = bf16;
-constexpr int BLOCK_M = 64;  // rows of a block: one wgmma
+constexpr int BLOCK_M = 64;  // rows of a wgmma: of a block, at most
 constexpr int BLOCK_N = 64;  // keys per tile
 constexpr int SLOT_COLS = 128;  // columns of a piece of a tile: what is loaded and freed at once
 constexpr int NUM_SLOTS = 10;  // pieces in shared memory
@@ -54,7 +54,7 @@ constexpr int REGISTER_QUERY_PANELS = 3;  // of them in registers: the last
 constexpr int HEAD_DIM_QK = 576;  // columns of the cache: latent, then rotary
 constexpr int HALF_COLS = 256;  // columns of the output that a warpgroup holds
 constexpr int SEGMENTS = 8;  // announced at most: two tiles ahead and two behind, and the next
-constexpr int RECORD_WORDS = 12;  // words of a part's record in the schedule
+constexpr int RECORD_WORDS = 16;  // words of a block's record in the schedule
 constexpr int PART_FLOATS = 32896;  // one part of a request that is cut: output, references and sums
 constexpr int SCORES_BARRIER = 1;  // first of two named barriers, one per warpgroup
 constexpr int SUMS_BARRIER = 3;  // the named barrier at which both warpgroups meet
@@ -64,15 +64,15 @@ constexpr int NUM_THREADS = 384;  // with the warpgroup of copy warps
 constexpr int LOAD_REGISTERS = 24;  // per thread that copies
 constexpr int MMA_REGISTERS = 240;  // per thread that multiplies: what the others leave of 64 Ki
 
-// Shared memory of one block, 231928 bytes:
+// Shared memory of one block, 231992 bytes:
 //   [0, +163840)  SLOTS: 10 pieces of 128 columns of 64 keys
 //   [163840, +16384)  PAIR: rotary columns of two tiles, then the weights in their place
 //   [180224, +49152)  Q: the first 6 panels of the queries
 //   [229376, +512)  REFERENCES: [2 tiles][row] what the weights are relative to
 //   [229888, +32)  RAISED: [2 tiles][warp] whether it has changed
 //   [230400, +1024)  SUMS: [2 segments][warpgroup][row] shares of the denominators
-//   [231424, +256)  SEGMENTS: 8 announcements of segments
-//   [231680, +248)  BARRIERS: the mbarriers
+//   [231424, +320)  SEGMENTS: 8 announcements of segments
+//   [231744, +248)  BARRIERS: the mbarriers
 constexpr int SMEM_SLOTS = 0;
 constexpr int SMEM_PAIR = 163840;
 constexpr int SMEM_Q = 180224;
@@ -80,8 +80,8 @@ constexpr int SMEM_REFERENCES = 229376;
 constexpr int SMEM_RAISED = 229888;
 constexpr int SMEM_SUMS = 230400;
 constexpr int SMEM_SEGMENTS = 231424;
-constexpr int SMEM_BARRIERS = 231680;
-constexpr int SMEM_BYTES = 231928;
+constexpr int SMEM_BARRIERS = 231744;
+constexpr int SMEM_BYTES = 231992;
 
 // mbarriers, by their place in region BARRIERS:
 constexpr int SLOT_FULL = 0;  // [10], complete after 1 arrivals: a piece of a tile has landed
@@ -105,22 +105,21 @@ struct Params {
   const int32_t* page_table;  // [batch, max_pages], pages of each request; null: dense
   const int32_t* seqlens;  // [batch], keys of each request
   const float* sink;  // [num_heads], logit that joins the denominator; null: none
-  const int32_t* schedule;  // [parts][RECORD_WORDS], of the schedule kernel
-  float* partials;  // [parts][2][m_blocks] results of PART_FLOATS
-  int32_t* counters;  // [parts][m_blocks] arrivals and departures, zero between launches
+  const int32_t* schedule;  // [blocks][RECORD_WORDS], of the schedule kernel
+  float* partials;  // [blocks][2] results of PART_FLOATS
+  int32_t* counters;  // [blocks] arrivals and departures, zero between launches
   int64_t q_outer_stride;  // elements from request to request
   int64_t q_row_stride;  // elements
   int32_t q_rows;  // seqlen_q * num_heads: row = token * num_heads + head
   int32_t num_heads;  // query heads
   int32_t seqlen_q;  // new tokens of each request
-  int32_t m_blocks;  // blocks of 64 rows
   int32_t max_pages;  // columns of the page table
   int32_t page_size;  // rows of a page
   int32_t hidden_keys;  // last keys that the first token does not see: seqlen_q - 1 if causal, else 0
   int32_t lse_counts_sink;  // 1: lse has the sink in it
   float scale_log2;  // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 576, "the host packs exactly these bytes");
+static_assert(sizeof(Params) == 512, "the host packs exactly these bytes");
 
 using QueryTile = TileShape<BLOCK_M, 64 * SMEM_QUERY_PANELS>;
 using SlotTile = TileShape<BLOCK_N, SLOT_COLS>;  // a piece of a tile of the cache: what is loaded and freed at once
@@ -137,6 +136,7 @@ struct Segment {
   int keys;        // of the request
   int parts, part; // into which its tiles are cut, and which this is
   int slot;        // of the part's results
+  int first_row, end_row;  // of the block
 };
 static_assert(SMEM_BARRIERS - SMEM_SEGMENTS >= SEGMENTS * sizeof(Segment), "map and tiles agree");
 
@@ -224,23 +224,24 @@ struct CacheCopy {
 };
 
 // ---- the copy warps: each goes through the block's part of the schedule, and copies keys; the first announces segments and copies queries
-// One block's part of the schedule, a record of RECORD_WORDS words: from tile first_tile of first_request to tile end_tile of
-// last_request.
+// What a block does, a record of RECORD_WORDS words: from tile first_tile of first_request to tile end_tile of last_request,
+// for rows row_block * block_rows and on. Block = part * row_blocks + row_block.
 struct Part {
   int first_request, first_tile, last_request, end_tile;  // first_request negative: nothing
   int first_begin, first_end, last_begin, last_end;       // the parts, inclusive, that share the first and last request
   int first_keys, last_keys;  // of these two, so that the decode need not wait for one more answer from memory
-  int unused[2];
+  int row_block, row_blocks, block_rows;
+  int unused[3];
 };
 static_assert(sizeof(Part) == 4 * RECORD_WORDS, "the schedule writes what the decode reads");
 
 FG_DEVICE const Part& part_of_block(const Params& p) {
-  return reinterpret_cast<const Part*>(p.schedule)[blockIdx.x / p.m_blocks];
+  return reinterpret_cast<const Part*>(p.schedule)[blockIdx.x];
 }
 
 // The segment of `request`, as far as it does not depend on the stream.
 FG_DEVICE Segment segment_of(const Params& p, const Part& part, int request) {
-  const int me = blockIdx.x / p.m_blocks;
+  const int me = blockIdx.x / part.row_blocks;
   const bool starts = request == part.first_request, ends = request == part.last_request;
   const int keys = starts ? part.first_keys : ends ? part.last_keys : p.seqlens[request];
   const int first_part = starts ? part.first_begin : ends ? part.last_begin : me;
@@ -253,7 +254,9 @@ FG_DEVICE Segment segment_of(const Params& p, const Part& part, int request) {
   segment.end = (ends ? part.end_tile : max_int((keys + BLOCK_N - 1) / BLOCK_N, 1)) - segment.first_tile;
   segment.parts = last_part - first_part + 1;
   segment.part = me - first_part;
-  segment.slot = 2 * me + (segment.part == 0);  // only its first part can have another request before it
+  segment.slot = 2 * blockIdx.x + (segment.part == 0);  // only its first part can have another request before it
+  segment.first_row = part.row_block * part.block_rows;
+  segment.end_row = min_int(segment.first_row + part.block_rows, p.q_rows);
   return segment;
 }
 
@@ -283,7 +286,7 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
         announce_segment(smem, index, segment);
         mbarrier_arrive(barriers + ANNOUNCED);
         mbarrier_arrive_expect_tx(barriers + Q_FULL, QueryTile::BYTES);
-        tma_load_4d(smem + SMEM_Q, &p.q_map, barriers + Q_FULL, 0, blockIdx.x % p.m_blocks * BLOCK_M, 0, request, EVICT_FIRST);
+        tma_load_4d(smem + SMEM_Q, &p.q_map, barriers + Q_FULL, 0, segment.first_row, 0, request, EVICT_FIRST);
       }
       ++index;
       for (; (int)at.tile < end; ++at.tile) {
@@ -397,20 +400,17 @@ FG_DEVICE void write_row_lse(const Params& p, int request, int row, float lse) {
   p.lse[((int64_t)request * p.num_heads + head) * p.seqlen_q + token] = lse;
 }
 
-FG_DEVICE float* part_results(const Params& p, int slot) {
-  return p.partials + ((int64_t)slot * p.m_blocks + blockIdx.x % p.m_blocks) * PART_FLOATS;
-}
-FG_DEVICE int* part_counters(const Params& p, int first_part) {
-  return p.counters + 2 * (first_part * p.m_blocks + blockIdx.x % p.m_blocks);
-}
+FG_DEVICE float* part_results(const Params& p, int slot) { return p.partials + (int64_t)slot * PART_FLOATS; }
+// Of a request, those of the block with its first part.
+FG_DEVICE int* part_counters(const Params& p, int first_block) { return p.counters + 2 * first_block; }
 
 // The end of a segment, by both warpgroups: the output, or where other blocks have tiles of the same request, this part
 // of it.
 FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1][HALF_COLS / 8][4], const StaleRows& rows,
-                              int half, int first_row, const Segment& announced, int index) {
+                              int half, const Segment& announced, int index) {
   const Segment segment = uniform_copy(announced);
   const int warp = threadIdx.x % 128 / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-  const int lane_row = 16 * warp + lane / 4, warp_rows = p.q_rows - first_row - 16 * warp;
+  const int lane_row = 16 * warp + lane / 4, warp_rows = segment.end_row - segment.first_row - 16 * warp;
   float* const sums = reinterpret_cast<float*>(smem + SMEM_SUMS) + index % 2 * (2 * BLOCK_M) + lane_row;
   float sum[2];
 #pragma unroll
@@ -424,16 +424,16 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
   if (segment.parts == 1) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = first_row + lane_row + 8 * h;
+      const int row = segment.first_row + lane_row + 8 * h;
       const RowEnd end = end_row(p, row, rows.reference[0][h], sum[h]);
-      if (p.lse != nullptr && half == 0 && lane % 4 == 0 && row < p.q_rows) write_row_lse(p, segment.request, row, end.lse);
+      if (p.lse != nullptr && half == 0 && lane % 4 == 0 && row < segment.end_row) write_row_lse(p, segment.request, row, end.lse);
 #pragma unroll
       for (int n = 0; n < HALF_COLS / 8; ++n) {
         o[0][n][2 * h] *= end.inverse;
         o[0][n][2 * h + 1] *= end.inverse;
       }
     }
-    Element* const out = p.out + ((int64_t)segment.request * p.q_rows + first_row + 16 * warp) * (2 * HALF_COLS) + half * HALF_COLS;
+    Element* const out = p.out + ((int64_t)segment.request * p.q_rows + segment.first_row + 16 * warp) * (2 * HALF_COLS) + half * HALF_COLS;
     uint32_t w[HALF_COLS / 8][2];
     pack_output<Element>(w, o);
     store_rows<HALF_COLS>([&](int row) { return out + row * (2 * HALF_COLS); }, w, warp_rows);
@@ -451,7 +451,7 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
       }
     }
     bar_sync_at<128>(SCORES_BARRIER + half);
-    if (threadIdx.x % 128 == 0) red_add_release(part_counters(p, blockIdx.x / p.m_blocks - segment.part), 1);
+    if (threadIdx.x % 128 == 0) red_add_release(part_counters(p, blockIdx.x - segment.part * part_of_block(p).row_blocks), 1);
   }
 }
 
@@ -474,7 +474,7 @@ FG_DEVICE void watch_parts(const Params& p, uint64_t* barriers) {
   for (int which = 0; which < 2; ++which) {
     const Split split = split_of_block(p, which);
     if (split.parts == 1) continue;
-    int* const counters = part_counters(p, split.first_part);
+    int* const counters = part_counters(p, split.first_part * part_of_block(p).row_blocks + part_of_block(p).row_block);
     wait_until_equal(counters, 2 * split.parts);
     mbarrier_arrive(barriers + PARTS_FULL + which);
     if (atom_add_acq_rel(counters + 1, 1) == split.parts - 1) {  // nobody looks at the counters any more
@@ -485,28 +485,31 @@ FG_DEVICE void watch_parts(const Params& p, uint64_t* barriers) {
 }
 
 // At the end of a block's work: requests of which other blocks have parts. Every block adds up its share of the rows.
-FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barriers, int first_row) {
+FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barriers) {
+  const Part& mine = part_of_block(p);
+  const int row_blocks = mine.row_blocks, row_block = mine.row_block, first_row = row_block * mine.block_rows;
+  const int rows_end = min_int(first_row + mine.block_rows, p.q_rows);
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
     const Split split = split_of_block(p, which);
     if (split.parts == 1) continue;
-    const int part = blockIdx.x / p.m_blocks - split.first_part;
+    const int part = blockIdx.x / row_blocks - split.first_part;
     mbarrier_wait_parity(barriers + PARTS_FULL + which, 0);
     bar_sync<SUMS_BARRIER, 256>();  // both warpgroups are done with the shared memory that this takes
-    const auto results = [&](int i) { return part_results(p, 2 * (split.first_part + i) + (i == 0)); };
+    const auto results = [&](int i) { return part_results(p, 2 * ((split.first_part + i) * row_blocks + row_block) + (i == 0)); };
     const auto end = [&](int row_in_block, float reference, float sum) {
       const int row = first_row + row_in_block;
-      if (row >= p.q_rows) return 0.0f;
+      if (row >= rows_end) return 0.0f;
       const RowEnd ends = end_row(p, row, reference, sum);
       if (part == 0 && p.lse != nullptr) write_row_lse(p, split.request, row, ends.lse);
       return ends.inverse;
     };
     const auto write = [&](int row_in_block, int col, float x, float y) {
       const int row = first_row + row_in_block;
-      if (row < p.q_rows)
+      if (row < rows_end)
         *reinterpret_cast<uint32_t*>(p.out + ((int64_t)split.request * p.q_rows + row) * (2 * HALF_COLS) + col) = pack2(Element{}, x, y);
     };
-    merge_share<BLOCK_M, HALF_COLS, SUMS_BARRIER>(results, split.parts, part, min_int(p.q_rows - first_row, BLOCK_M),
+    merge_share<BLOCK_M, HALF_COLS, SUMS_BARRIER>(results, split.parts, part, rows_end - first_row,
                                                   reinterpret_cast<float*>(smem + SMEM_SLOTS), end, write);
   }
 }
@@ -521,7 +524,6 @@ struct Warpgroup {
   const int half = first_lane(threadIdx.x / 128) - 1;
   const int warp = threadIdx.x % 128 / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int lane_row = 16 * warp + lane / 4;
-  const int first_row = blockIdx.x % p.m_blocks * BLOCK_M;
   float s[1][BLOCK_N / 8][4];
   float o[1][HALF_COLS / 8][4];
   uint32_t weights[BLOCK_N / 16][4];
@@ -544,12 +546,14 @@ struct Warpgroup {
   }
 
   FG_DEVICE void read_queries() {
-    const Element* const q = p.q + first_lane(segment().request) * p.q_outer_stride;
+    const Segment& here = segment();
+    const int first_row = first_lane(here.first_row), end_row = first_lane(here.end_row);
+    const Element* const q = p.q + first_lane(here.request) * p.q_outer_stride;
 #pragma unroll
     for (int i = 0; i < 4 * REGISTER_QUERY_PANELS; ++i)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const int row = first_row + lane_row + 8 * (r % 2), exists = row < p.q_rows;
+        const int row = first_row + lane_row + 8 * (r % 2), exists = row < end_row;
         const int col = 64 * SMEM_QUERY_PANELS + 16 * i + 8 * (r / 2) + 2 * (lane % 4);
         const uint32_t read = *reinterpret_cast<const uint32_t*>(q + (exists ? row : 0) * p.q_row_stride + col);
         q_regs[i][r] = exists ? read : 0;
@@ -656,7 +660,7 @@ struct Warpgroup {
     if (keys - p.hidden_keys < BLOCK_N) {
       if (p.hidden_keys > 0)
         spread_nonfinite(s, smem, place, max_int(keys - p.hidden_keys, 0), min_int(keys, BLOCK_N), 2 * (lane % 4));
-      hide_keys(s, p, keys, first_row + lane_row, 2 * (lane % 4));
+      hide_keys(s, p, keys, segment().first_row + lane_row, 2 * (lane % 4));
     }
     Rescale rescale;
     if (first) {
@@ -738,10 +742,10 @@ struct Warpgroup {
       read_queries();
       if (half == 0) left_tiles(segment());
       if (half == 1) right_tiles(segment());
-      finish_segment(p, smem, o, rows, half, first_row, segment(), own);
+      finish_segment(p, smem, o, rows, half, segment(), own);
       ++own;
     }
-    merge_splits(p, smem, barriers, first_row);
+    merge_splits(p, smem, barriers);
   }
 };
 

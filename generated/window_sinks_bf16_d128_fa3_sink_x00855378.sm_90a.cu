@@ -45,6 +45,7 @@
 #include "flashgen/mask.cuh"
 #include "flashgen/nonfinite.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
+#include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/ptx/setmaxnreg.cuh"
 #include "flashgen/ptx/tma.cuh"
 #include "flashgen/ring.cuh"
@@ -75,6 +76,7 @@ constexpr int LOAD_REGISTERS = 32;  // per thread that copies
 constexpr int MMA_REGISTERS = 160;  // per thread that multiplies: what the others leave of 64 Ki
 constexpr int CLEAN_WARPS = 2;  // of the load warpgroup: what its other two leave
 constexpr int CLEAN_BARRIER = 7;  // the named barrier at which they meet, behind those below
+constexpr int TURN_BARRIER = 1;  // first of the named barriers for turns, one per warpgroup
 
 // Shared memory of one block, 229968 bytes:
 //   [0, +98304)  Q: [3 warpgroups][2 stages] of 64 queries
@@ -512,6 +514,11 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   };
 
   if (!assignments.more()) return;
+  // Warpgroups take turns to issue products, so that the softmax of one runs under the products of another. A turn has
+  // a barrier on which its owner waits for the one before.
+  const int my_turn = TURN_BARRIER + this_warpgroup();
+  const int next_turn = TURN_BARRIER + (this_warpgroup() + 1) % WARPGROUPS;
+  if (this_warpgroup() == WARPGROUPS - 1) bar_arrive_at<2 * 128>(next_turn);
   uint64_t q_desc = wait_for_queries();
   keys.wait_full(barriers + K_FULL);
   int here = word_of_tile();
@@ -542,8 +549,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     // ---- tiles that some row of the block sees, from the last to the first
     while (!(here & TILE_LAST)) {
       keys.wait_full(barriers + K_FULL);
+      bar_sync_at<2 * 128>(my_turn);
       if (here & NEXT_UNSEEN) {  // only the rows of other warpgroups see it: no scores, and weights of 0
         start_values();
+        bar_arrive_at<2 * 128>(next_turn);
         here = word_of_tile();
         release(barriers + K_EMPTY, keys);
         wgmma_wait<0>(registers_of(o), weights);
@@ -554,6 +563,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       }
       start_scores(q_desc, keys.stage);
       start_values();
+      bar_arrive_at<2 * 128>(next_turn);
       here = word_of_tile();  // while the products run
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
@@ -611,6 +621,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     advance();
     stored_stage = q_stage;
   }
+  if (this_warpgroup() == 0) bar_sync_at<2 * 128>(my_turn);  // the turn that nobody takes any more
   if (lane == 0) bulk_wait<0>();
 }
 

@@ -235,7 +235,7 @@ def _schedule_kernel(device: torch.device, batch: int, num_heads_q: int,
 
 
 def _rows_shape(values: dict[str, Any]) -> tuple[int, int]:
-    return values["parts"], values["schedule_words"] // values["parts"]
+    return values["blocks"], values["schedule_words"] // values["blocks"]
 
 
 def _kernel(wanted: Wanted, device: torch.device) -> Kernel | EmulatedKernel:

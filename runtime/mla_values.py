@@ -13,20 +13,21 @@ MOST_SINGLE_TILES = 16  # of a request that may have a part each; with more part
 
 
 def row_blocks(seqlen_q: int, num_heads: int) -> int:
-    """Blocks of 64 rows that a request's new tokens have."""
+    """Blocks of 64 rows that a request's new tokens have: the fewest."""
     return -(-seqlen_q * num_heads // WARPGROUP_ROWS)
 
 
-def num_parts(num_sms: int, seqlen_q: int, num_heads: int) -> int:
-    """Parts into which the work of one block of rows is cut: every block of the grid has an SM to itself."""
-    return max(1, num_sms // row_blocks(seqlen_q, num_heads))
+def num_blocks(num_sms: int, seqlen_q: int, num_heads: int) -> int:
+    """Of a decode, and records of its schedule: every block has an SM to itself, unless rows alone need more."""
+    return max(num_sms, row_blocks(seqlen_q, num_heads))
 
 
 def schedule_values(plan: Plan, *, num_sms: int, batch: int, seqlen_q: int, num_heads_q: int) -> dict[str, Any]:
     """Parameter values and grid of the schedule's launch; `schedule_words` is the size of its int32 array."""
-    parts = num_parts(num_sms, seqlen_q, num_heads_q)
-    return {"batch": batch, "parts": parts, "overhead_tiles": OVERHEAD_TILES, "most_single_tiles": MOST_SINGLE_TILES,
-            "grid_x": 1, "schedule_words": parts * plan.constant("RECORD_WORDS")}
+    blocks = num_blocks(num_sms, seqlen_q, num_heads_q)
+    return {"batch": batch, "q_rows": seqlen_q * num_heads_q, "blocks": blocks, "overhead_tiles": OVERHEAD_TILES,
+            "most_single_tiles": MOST_SINGLE_TILES, "grid_x": 1,
+            "schedule_words": blocks * plan.constant("RECORD_WORDS")}
 
 
 def mla_values(plan: Plan, *, num_sms: int, batch: int, seqlen_q: int, num_heads_q: int, seqlen_kv: int, num_pages: int,
@@ -36,17 +37,16 @@ def mla_values(plan: Plan, *, num_sms: int, batch: int, seqlen_q: int, num_heads
 
     `strides` in elements: q_batch_stride, q_row_stride (row = token * num_heads + head), kv_page_stride, kv_row_stride.
     A dense cache is num_pages = batch pages of page_size = seqlen_kv rows. `partials_floats` and `counter_words` are
-    the sizes of those arrays, `parts` what the schedule must have been made for.
+    the sizes of those arrays, `blocks` what the schedule must have been made for.
     """
-    blocks, parts = row_blocks(seqlen_q, num_heads_q), num_parts(num_sms, seqlen_q, num_heads_q)
+    blocks = num_blocks(num_sms, seqlen_q, num_heads_q)
     return {
         "q_outer_stride": strides["q_batch_stride"], "q_row_stride": strides["q_row_stride"], "q_outer": batch,
         "kv_outer_stride": strides["kv_page_stride"], "kv_row_stride": strides["kv_row_stride"], "kv_outer": num_pages,
         "kv_rows": page_size, "q_rows": seqlen_q * num_heads_q, "num_heads": num_heads_q, "seqlen_q": seqlen_q,
-        "m_blocks": blocks, "max_pages": max_pages, "page_size": page_size,
+        "max_pages": max_pages, "page_size": page_size,
         "hidden_keys": seqlen_q - 1 if causal else 0,
-        "lse_counts_sink": int(lse_counts_sink), "scale_log2": softmax_scale * LOG2_E, "parts": parts,
-        "grid_x": parts * blocks, "cooperative": 1,
-        "partials_floats": 2 * parts * blocks * plan.constant("PART_FLOATS"),
-        "counter_words": 2 * parts * blocks,
+        "lse_counts_sink": int(lse_counts_sink), "scale_log2": softmax_scale * LOG2_E, "blocks": blocks,
+        "grid_x": blocks, "cooperative": 1, "partials_floats": 2 * blocks * plan.constant("PART_FLOATS"),
+        "counter_words": 2 * blocks,
     }

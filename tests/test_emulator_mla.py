@@ -85,6 +85,19 @@ def test_two_blocks_of_rows_of_a_cut_request() -> None:
         solved(MlaProblem((400, 1), 33, 3, causal=True))
 
 
+@pytest.mark.parametrize(("lengths", "heads", "tokens", "sms", "rows"), [
+    ((400, 1), 33, 3, 20, 32), ((64,), 16, 4, 8, 16), ((130, 0, 70), 31, 2, 33, 16), ((200,), 128, 1, 40, 16)])
+@pytest.mark.parametrize("policy", ["random", "lazy"])
+def test_blocks_of_fewer_rows(lengths: tuple[int, ...], heads: int, tokens: int, sms: int, rows: int, policy: str
+                              ) -> None:
+    """Where there are more blocks than the keys can use. A block leaves alone what lies past its rows."""
+    problem = MlaProblem(lengths, heads, tokens, causal=tokens > 1, sink=heads == 31)
+    with emulated_sms(sms), scheduled(Schedule(policy, sms, resident=sms)):
+        records = flashgen.mla_schedule(problem.make_inputs().seqlens_kv, heads, tokens).rows
+        assert records[0, 12] == rows  # block_rows of templates/flashmla/part.cuh.j2
+        solved(problem)
+
+
 @pytest.mark.parametrize("scale", [0.005, 0.3, 1.0])
 @pytest.mark.parametrize("growth", [-0.3, 0.3, 3.0])
 def test_scores_that_grow_or_fall_along_the_keys(growth: float, scale: float) -> None:

@@ -40,6 +40,7 @@ RUNS: tuple[Run, ...] = (
     (MlaProblem((550, 450), 8, 2, softmax_scale=1.0), 3, Schedule("lazy", 1, resident=3), None),
     (MlaProblem((129, 260), 8, 2), 1, Schedule("lazy", 2), math.nan),
     (MlaProblem((1600,), 3, 1), 12, Schedule("random", 3, resident=12), None),
+    (MlaProblem((200,), 40, 1), 12, Schedule("random", 4, resident=12), None),
 )
 SYNCHRONISING = re.compile(
     r"(?<![\w.>])(?:\w+\.)?(?:release|flush|wait_until_free|wait_until_equal|red_add_release|setmaxnreg_\w+<\w+>|"
@@ -164,8 +165,10 @@ FAULTS: dict[str, tuple[str, str]] = {
     "output not rescaled": ("rescale.apply(o);", ""),
     "half of the sums": ("sums[8 * h] + sums[BLOCK_M + 8 * h]", "sums[8 * h]"),
     "the sink left out": ("exp2_approx(extra - highest)", "0.0f"),
-    "parts of two requests in one place": ("2 * me + (segment.part == 0)", "2 * me"),
+    "parts of two requests in one place": ("2 * blockIdx.x + (segment.part == 0)", "2 * blockIdx.x"),
     "a part from its request's beginning": ("starts ? part.first_tile : 0", "0"),
+    "rows of the next block": ("part.row_block * part.block_rows", "part.row_block * part.block_rows + 1"),
+    "results of another block of rows": ("(split.first_part + i) * row_blocks + row_block", "(split.first_part + i) * row_blocks"),
     "arrivals not put back": ("counters[0] = 0;", ""),
     "parts not weighted": ("exp2_approx(weights[i * ROWS] - finite)", "1.0f"),
     "the next page": ("key / p.page_size", "key / p.page_size + 1"),

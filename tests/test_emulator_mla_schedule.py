@@ -36,6 +36,9 @@ class Part(NamedTuple):
     last_end: int
     first_keys: int
     last_keys: int
+    row_block: int
+    row_blocks: int
+    block_rows: int
 
 
 class Piece(NamedTuple):
@@ -51,12 +54,17 @@ def kernel() -> EmulatedKernel:
     return EmulatedKernel(plan, render(plan))
 
 
-def parts_of(lengths: list[int], parts: int, overhead: int, single: int) -> list[Part]:
-    rows = torch.full((parts, kernel().plan.constant("RECORD_WORDS")), -7, dtype=torch.int32)
-    launcher = kernel().launcher({"batch": len(lengths), "parts": parts, "overhead_tiles": overhead,
+def blocks_of(lengths: list[int], q_rows: int, blocks: int, overhead: int, single: int) -> list[Part]:
+    rows = torch.full((blocks, kernel().plan.constant("RECORD_WORDS")), -7, dtype=torch.int32)
+    launcher = kernel().launcher({"batch": len(lengths), "q_rows": q_rows, "blocks": blocks, "overhead_tiles": overhead,
                                   "most_single_tiles": single, "grid_x": 1})
     launcher(seqlens=torch.tensor(lengths, dtype=torch.int32), schedule=rows)
     return [Part(*row[:len(Part._fields)]) for row in rows.tolist()]
+
+
+def parts_of(lengths: list[int], parts: int, overhead: int, single: int) -> list[Part]:
+    """Of so few rows that one block has them all."""
+    return blocks_of(lengths, 16, parts, overhead, single)
 
 
 def tiles_of(length: int) -> int:
@@ -119,3 +127,29 @@ def test_short_requests_are_cut_into_single_tiles() -> None:
     for tiles, per_part in ((MOST_SINGLE_TILES, 1), (MOST_SINGLE_TILES + 2, 2)):
         [pieces] = pieces_of(parts_of([tiles * TILE], 132, OVERHEAD_TILES, MOST_SINGLE_TILES), [tiles * TILE])
         assert [piece.end - piece.begin for piece in pieces] == [per_part] * (tiles // per_part)
+
+
+@settings(deadline=None, max_examples=60)
+@given(LENGTHS, st.integers(1, 300), st.sampled_from([5, 13, 66, 132]))
+@example([4096], 128, 132)
+@example([1024] * 8, 64, 132)
+def test_every_row_has_a_block_for_every_tile(lengths: list[int], q_rows: int, blocks: int) -> None:
+    """Blocks of one part differ in their rows only, which are all there are; what is left over does nothing."""
+    records = blocks_of(lengths, q_rows, blocks := max(blocks, -(-q_rows // 64)), OVERHEAD_TILES, MOST_SINGLE_TILES)
+    row_blocks, rows = records[0].row_blocks, records[0].block_rows
+    parts = blocks // row_blocks
+    assert rows in (16, 32, 64) and (row_blocks - 1) * rows < q_rows <= row_blocks * rows
+    for number, record in enumerate(records[:parts * row_blocks]):
+        assert record == records[number - number % row_blocks]._replace(row_block=number % row_blocks)
+    assert all(record.first_request < 0 for record in records[parts * row_blocks:])
+    pieces = pieces_of(records[:parts * row_blocks:row_blocks], lengths)
+    assert all(of[0].begin == 0 and of[-1].end == tiles_of(length) for of, length in zip(pieces, lengths, strict=True))
+
+
+def test_few_keys_are_shared_out_by_rows_too() -> None:
+    """Parts are worth the merge as long as they have tiles; with many keys blocks of 64 rows read them less often."""
+    def rows(lengths: list[int], q_rows: int) -> int:
+        return blocks_of(lengths, q_rows, 132, OVERHEAD_TILES, MOST_SINGLE_TILES)[0].block_rows
+
+    assert rows([1024], 128) == rows([1024], 64) == 16 and rows([4096], 128) < 64
+    assert rows([32768], 128) == rows([32768] * 32, 64) == rows([4096] * 32, 128) == 64

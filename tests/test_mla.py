@@ -198,7 +198,7 @@ def test_a_schedule_is_kept_over_layers(stage: Stage) -> None:
     inputs = PROBLEM.make_inputs()
     schedule = flashgen.mla_schedule(inputs.seqlens_kv, 4, 2)
     assert (schedule.batch, schedule.num_heads_q, schedule.seqlen_q) == (3, 4, 2)
-    assert len(schedule.rows) == stage.launches[0][1]["parts"] and schedule.rows.dtype == torch.int32
+    assert len(schedule.rows) == stage.launches[0][1]["blocks"] and schedule.rows.dtype == torch.int32
     for _ in range(2):
         decode(inputs, schedule=schedule)
     assert stage.variants == ["mla_h100_schedule"] + ["mla_h100_bf16_d576v512_paged64"] * 2

@@ -23,9 +23,10 @@ NUM_SLOTS = {"boxes": 10, "rows": 8}  # two tiles and what fits: loads run ahead
 REGISTER_QUERY_PANELS = 3     # which spares products 24 KiB of what they read for each tile, and makes room for loads
 LOAD_REGISTERS, MMA_REGISTERS = 24, 240
 SEGMENTS = 8                  # announced at most: two tiles ahead and two behind, each of another request, and some
-SEGMENT_BYTES = 32
-RECORD_WORDS = 12             # of the schedule, per part
+SEGMENT_BYTES = 40
+RECORD_WORDS = 16             # of the schedule, per block
 PARTIAL_ROW_FLOATS = 2        # reference and sum
+MIN_BLOCK_ROWS = 16           # those of a warp: with fewer there is no less to merge
 
 
 def lower_decode(spec: Spec, target: Target) -> Plan:
@@ -44,7 +45,7 @@ def lower_decode(spec: Spec, target: Target) -> Plan:
         smem=smem, roles=(Role("load", WARPGROUP_WARPS, LOAD_REGISTERS),
                           Role("mma", 2 * WARPGROUP_WARPS, MMA_REGISTERS)),
         launch=Launch(3 * WARPGROUP_THREADS, 1, smem[-1].offset_bytes + smem[-1].size_bytes,
-                      "x = m_blocks for each part of the schedule, all resident at once", programmatic=True),
+                      "x = records of the schedule, all resident at once", programmatic=True),
         tensor_maps=_tensor_maps(spec, rotary, copy), barriers=barriers,
         wgmma_shapes=(WgmmaShape(element, BLOCK_N), WgmmaShape(element, BLOCK_N, "registers"),
                       WgmmaShape(element, half, "shared", "K_MAJOR", "MN_MAJOR"),
@@ -58,12 +59,15 @@ def lower_schedule(spec: Spec, target: Target) -> Plan:
         template="flashmla/schedule.cu.j2", element=DTYPES[spec.dtype].element,
         constants=(Constant("NUM_THREADS", 32, "one warp, whose lanes try a capacity each"),
                    Constant("BLOCK_N", BLOCK_N, "keys per tile"),
-                   Constant("RECORD_WORDS", RECORD_WORDS, "words of a part's record")),
+                   Constant("RECORD_WORDS", RECORD_WORDS, "words of a block's record"),
+                   Constant("BLOCK_M", WARPGROUP_ROWS, "rows of a block, at most"),
+                   Constant("MIN_BLOCK_ROWS", MIN_BLOCK_ROWS, "at least: those of a warp")),
         slots=(), flags=(), params=(
             Param("seqlens", "i32_ptr", "[batch], keys of each request"),
-            Param("schedule", "i32_out", "[parts][RECORD_WORDS]"),
+            Param("schedule", "i32_out", "[blocks][RECORD_WORDS]"),
             Param("batch", "i32", "requests"),
-            Param("parts", "i32", "blocks that share the work of a block of rows"),
+            Param("q_rows", "i32", "seqlen_q * num_heads of the decode"),
+            Param("blocks", "i32", "of the decode: at least one for every 64 rows"),
             Param("overhead_tiles", "i32", "what a segment costs beside its tiles, in tiles"),
             Param("most_single_tiles", "i32", "tiles of a request that may have a part each"),
         ),
@@ -118,7 +122,7 @@ def _constants(spec: Spec, copy: str) -> tuple[Constant, ...]:
     in_smem, in_registers = _query_panels(spec)
     half = spec.head_dim_v // 2
     return (
-        Constant("BLOCK_M", WARPGROUP_ROWS, "rows of a block: one wgmma"),
+        Constant("BLOCK_M", WARPGROUP_ROWS, "rows of a wgmma: of a block, at most"),
         Constant("BLOCK_N", BLOCK_N, "keys per tile"),
         Constant("SLOT_COLS", SLOT_COLS, "columns of a piece of a tile: what is loaded and freed at once"),
         Constant("NUM_SLOTS", NUM_SLOTS[copy], "pieces in shared memory"),
@@ -127,7 +131,7 @@ def _constants(spec: Spec, copy: str) -> tuple[Constant, ...]:
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of the cache: latent, then rotary"),
         Constant("HALF_COLS", half, "columns of the output that a warpgroup holds"),
         Constant("SEGMENTS", SEGMENTS, "announced at most: two tiles ahead and two behind, and the next"),
-        Constant("RECORD_WORDS", RECORD_WORDS, "words of a part's record in the schedule"),
+        Constant("RECORD_WORDS", RECORD_WORDS, "words of a block's record in the schedule"),
         Constant("PART_FLOATS", WARPGROUP_ROWS * (spec.head_dim_v + PARTIAL_ROW_FLOATS),
                  "one part of a request that is cut: output, references and sums"),
         Constant("SCORES_BARRIER", 1, "first of two named barriers, one per warpgroup"),
@@ -165,9 +169,9 @@ def _params(rotary: bool, copy: str) -> tuple[Param, ...]:
         Param("page_table", "i32_ptr", "[batch, max_pages], pages of each request; null: dense"),
         Param("seqlens", "i32_ptr", "[batch], keys of each request"),
         Param("sink", "f32_ptr", "[num_heads], logit that joins the denominator; null: none"),
-        Param("schedule", "i32_ptr", "[parts][RECORD_WORDS], of the schedule kernel"),
-        Param("partials", "f32_out", "[parts][2][m_blocks] results of PART_FLOATS"),
-        Param("counters", "i32_out", "[parts][m_blocks] arrivals and departures, zero between launches"),
+        Param("schedule", "i32_ptr", "[blocks][RECORD_WORDS], of the schedule kernel"),
+        Param("partials", "f32_out", "[blocks][2] results of PART_FLOATS"),
+        Param("counters", "i32_out", "[blocks] arrivals and departures, zero between launches"),
         Param("q_outer_stride", "i64", "elements from request to request"),
         Param("q_row_stride", "i64", "elements"),
         *((Param("kv_outer_stride", "i64", "elements from page to page"),
@@ -176,7 +180,6 @@ def _params(rotary: bool, copy: str) -> tuple[Param, ...]:
         Param("q_rows", "i32", "seqlen_q * num_heads: row = token * num_heads + head"),
         Param("num_heads", "i32", "query heads"),
         Param("seqlen_q", "i32", "new tokens of each request"),
-        Param("m_blocks", "i32", "blocks of 64 rows"),
         Param("max_pages", "i32", "columns of the page table"),
         Param("page_size", "i32", "rows of a page"),
         Param("hidden_keys", "i32", "last keys that the first token does not see: seqlen_q - 1 if causal, else 0"),
