@@ -5,10 +5,10 @@ compute-sanitizer.
     compute-sanitizer --tool racecheck --error-exitcode 1 python benchmarks/sanitize.py 'fa2*'
     compute-sanitizer --tool initcheck --error-exitcode 1 python benchmarks/sanitize.py 'fa2*'
 
-An argument picks variants by name. fa3 is for memcheck alone: the other two follow neither what the copy engine and
-wgmma read and write nor the mbarriers that order it. For fa3 the emulator looks for races and unwritten memory.
+An argument picks variants by name. fa3 and decodes are for memcheck alone: the other two follow neither what the copy
+engine and wgmma read and write nor the mbarriers that order it. The emulator looks for races there, and stray reads.
 
-Build first (`flashgen build fa2_fwd fa3_fwd`), so that the sanitizer watches launches and no compiling.
+Build first (`flashgen build fa2_fwd fa3_fwd mla_h100`), so that the sanitizer watches launches and no compiling.
 """
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from flashgen.runtime.cache import Cache
 from flashgen.runtime.driver import api, check, device_facts
 from flashgen.runtime.kernel import Kernel
 from flashgen.runtime.lookup import archs_for
+from flashgen.runtime.mla_values import mla_values, schedule_values
 from flashgen.runtime.values import counter_words, is_persistent, launch_values, pointer_names
 
 
@@ -109,6 +110,40 @@ def launch(kernel: Kernel, sizes: Sizes) -> None:
     memory.free()
 
 
+# Of a decode: lengths, new tokens, heads, more rows than a block's. Many short requests, and few keys for many blocks.
+DECODES = (((0, 130, 1, 450, 64) * 4, 2, 40), ((700,), 1, 128))
+
+
+def launch_decode(kernel: Kernel, schedule: Kernel, lengths: Sequence[int], tokens: int, heads: int) -> None:
+    """A schedule and its decode, causal and with a sink, over pages in order. As launch()."""
+    plan, memory, batch = kernel.plan, Memory(), len(lengths)
+    width, cols = plan.constant("HEAD_DIM_QK"), 2 * plan.constant("HALF_COLS")
+    dense = plan.spec_value("kv_layout") == "dense"
+    page = max(lengths) if dense else 64 if plan.spec_value("page_size") == 64 else 48
+    columns = 1 if dense else -(-max(lengths) // page)
+    pages, rows = batch * columns, batch * tokens * heads
+    values = mla_values(plan, num_sms=kernel.num_sms, batch=batch, seqlen_q=tokens, num_heads_q=heads, seqlen_kv=page,
+                        num_pages=pages, page_size=page, max_pages=columns, softmax_scale=0.1, causal=True, strides={
+                            "q_batch_stride": tokens * heads * width, "q_row_stride": width,
+                            "kv_page_stride": page * width, "kv_row_stride": width})
+    order = schedule_values(schedule.plan, num_sms=kernel.num_sms, batch=batch, seqlen_q=tokens, num_heads_q=heads)
+    counters = bytes(4 * values["counter_words"])
+    pointers = {
+        "q": memory.filled(_random_elements(rows * width)), "kv": memory.filled(_random_elements(pages * page * width)),
+        "page_table": 0 if dense else memory.filled(struct.pack(f"{pages}i", *range(pages))),
+        "seqlens": memory.filled(struct.pack(f"{batch}i", *lengths)), "sink": memory.filled(bytes(4 * heads)),
+        "out": memory.empty(2 * rows * cols), "lse": memory.empty(4 * rows), "counters": memory.filled(counters),
+        "schedule": memory.empty(4 * order["schedule_words"]), "partials": memory.empty(4 * values["partials_floats"])}
+    for one, of in ((schedule, order), (kernel, values)):
+        one.launcher(of)(0, *(pointers[name] for name in pointer_names(one.plan)))
+    check(api().cuCtxSynchronize(), plan.kernel_name)
+    left = (ctypes.c_char * len(counters))()
+    check(api().cuMemcpyDtoH(ctypes.addressof(left), pointers["counters"], len(counters)))
+    if left.raw != counters:
+        raise VerifyError("counters are not zero after a launch", where=f"{plan.kernel_name}, {lengths}")
+    memory.free()
+
+
 def _random_elements(count: int) -> bytes:
     """Finite bf16 or fp16 bit patterns of moderate size, the same for both."""
     return struct.pack(f"<{count}H", *(random.getrandbits(16) & 0xBFFF & ~0x2000 for _ in range(count)))
@@ -128,11 +163,21 @@ def main(arguments: Sequence[str]) -> None:
     cuda, cache = api(), Cache()
     check(cuda.cuCtxSetCurrent(check(cuda.cuDevicePrimaryCtxRetain(check(cuda.cuDeviceGet(0))))))
     chosen, launches = plans(arguments[0] if arguments else "*"), 0
+
+    def loaded(plan: Plan) -> Kernel:
+        return Kernel(plan, cache.get_or_build(plan, render(plan)).cubin.image, 0)
+
     for plan in chosen:
-        kernel = Kernel(plan, cache.get_or_build(plan, render(plan)).cubin.image, 0)
-        for sizes in (SMALL, *(PERSISTENT if is_persistent(plan) else ())):
-            launch(kernel, sizes)
-            launches += 1
+        if plan.pass_ == "decode":
+            [schedule] = plans("mla_h100_schedule")
+            for sizes in DECODES:
+                launch_decode(loaded(plan), loaded(schedule), *sizes)
+                launches += 2
+        elif plan.pass_ == "fwd":
+            kernel = loaded(plan)
+            for small in (SMALL, *(PERSISTENT if is_persistent(plan) else ())):
+                launch(kernel, small)
+                launches += 1
     print(f"{len(chosen)} variants launched, {launches} launches")
 
 
