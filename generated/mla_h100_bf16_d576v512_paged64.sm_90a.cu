@@ -517,6 +517,9 @@ FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barr
 // ---- a product warpgroup: of each segment's tiles, the even ones are the left warpgroup's own and the odd ones the
 // right one's, that is, it makes their scores and weights. The values of all tiles go into its half of the output; the
 // weights of the other warpgroup's tiles come through shared memory.
+constexpr int PANEL_STEPS = 64 / K_STEP;  // of a panel of columns, and of the keys of a tile
+static_assert(PANEL_STEPS == STATEMENT_STEPS && BLOCK_N == 64, "each is one statement");
+
 struct Warpgroup {
   const Params& p;
   unsigned char* const smem;
@@ -527,7 +530,7 @@ struct Warpgroup {
   float s[1][BLOCK_N / 8][4];
   float o[1][HALF_COLS / 8][4];
   uint32_t weights[BLOCK_N / 16][4];
-  uint32_t q_regs[4 * REGISTER_QUERY_PANELS][4];  // the last panels of the queries: shared memory is busy enough
+  uint32_t q_regs[REGISTER_QUERY_PANELS][PANEL_STEPS][4];  // the last panels of the queries: shared memory is busy enough
   StaleRows rows;
   Place at{0};  // of the tile whose values are due
   int own = 0;  // the segment
@@ -550,20 +553,20 @@ struct Warpgroup {
     const int first_row = first_lane(here.first_row), end_row = first_lane(here.end_row);
     const Element* const q = p.q + first_lane(here.request) * p.q_outer_stride;
 #pragma unroll
-    for (int i = 0; i < 4 * REGISTER_QUERY_PANELS; ++i)
+    for (int i = 0; i < PANEL_STEPS * REGISTER_QUERY_PANELS; ++i)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int row = first_row + lane_row + 8 * (r % 2), exists = row < end_row;
         const int col = 64 * SMEM_QUERY_PANELS + 16 * i + 8 * (r / 2) + 2 * (lane % 4);
         const uint32_t read = *reinterpret_cast<const uint32_t*>(q + (exists ? row : 0) * p.q_row_stride + col);
-        q_regs[i][r] = exists ? read : 0;
+        q_regs[i / PANEL_STEPS][i % PANEL_STEPS][r] = exists ? read : 0;
       }
     mbarrier_wait_parity(barriers + Q_FULL, own & 1);
   }
 
   // The scores of the tile at `place`, each piece when it has landed.
   FG_DEVICE void make_scores(const Place& place) {
-    constexpr int STEPS = SLOT_COLS / K_STEP, SMEM_STEPS = 4 * SMEM_QUERY_PANELS;
+    constexpr int PANELS = SLOT_COLS / 64;
     uint64_t q = AlongColumns<QueryTile>::descriptor(smem + SMEM_Q);
     tie_registers(q);  // or the compiler would work all steps out beforehand, and have no room for them
     fill_zero(s);      // the products overwrite it; but the fence would keep the weights of the tile before until here
@@ -582,14 +585,17 @@ struct Warpgroup {
       tie_registers(keys);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < STEPS; ++i) {
-        const int k = piece * STEPS + i;
-        if (k < SMEM_STEPS)
-          wgmma_ss<BLOCK_N, K_MAJOR, K_MAJOR>(Element{}, registers_of(s), AlongColumns<QueryTile>::step(q, k),
-                                              AlongColumns<SlotTile>::step(keys, i), k > 0);
-        else if (k < HEAD_DIM_QK / K_STEP)
-          wgmma_rs<BLOCK_N, K_MAJOR>(Element{}, registers_of(s), q_regs[max_int(k - SMEM_STEPS, 0)],
-                                     AlongColumns<SlotTile>::step(keys, i), 1);
+      for (int i = 0; i < PANELS; ++i) {
+        const int panel = piece * PANELS + i;
+        uint64_t key_steps[PANEL_STEPS];
+        fill_steps<AlongColumns<SlotTile>>(key_steps, keys, i * PANEL_STEPS);
+        if (panel < SMEM_QUERY_PANELS) {
+          uint64_t q_steps[PANEL_STEPS];
+          fill_steps<AlongColumns<QueryTile>>(q_steps, q, panel * PANEL_STEPS);
+          wgmma_ss<BLOCK_N, K_MAJOR, K_MAJOR>(Element{}, registers_of(s), q_steps, key_steps, panel > 0);
+        } else if (panel < HEAD_DIM_QK / 64) {
+          wgmma_rs<BLOCK_N, K_MAJOR>(Element{}, registers_of(s), q_regs[max_int(panel - SMEM_QUERY_PANELS, 0)], key_steps, 1);
+        }
       }
     }
     wgmma_commit();
@@ -608,9 +614,9 @@ struct Warpgroup {
   FG_DEVICE void start_own_values(int which, bool first) {
     const uint64_t values = values_of(which);
     wgmma_fence(registers_of(o), weights);
-#pragma unroll
-    for (int k = 0; k < BLOCK_N / K_STEP; ++k)
-      wgmma_rs<HALF_COLS, MN_MAJOR>(Element{}, registers_of(o), weights[k], AlongRows<SlotTile>::step(values, k), k > 0 || !first);
+    uint64_t value_steps[PANEL_STEPS];
+    fill_steps<AlongRows<SlotTile>>(value_steps, values);
+    wgmma_rs<HALF_COLS, MN_MAJOR>(Element{}, registers_of(o), weights, value_steps, !first);
     wgmma_commit();
   }
 
@@ -637,10 +643,10 @@ struct Warpgroup {
     tie_registers(theirs);
     const uint64_t values = values_of(which);
     wgmma_fence(registers_of(o));
-#pragma unroll
-    for (int k = 0; k < BLOCK_N / K_STEP; ++k)
-      wgmma_ss<HALF_COLS, K_MAJOR, MN_MAJOR>(Element{}, registers_of(o), AlongColumns<PairTile>::step(theirs, k),
-                                             AlongRows<SlotTile>::step(values, k), k > 0 || !first);
+    uint64_t weight_steps[PANEL_STEPS], value_steps[PANEL_STEPS];
+    fill_steps<AlongColumns<PairTile>>(weight_steps, theirs);
+    fill_steps<AlongRows<SlotTile>>(value_steps, values);
+    wgmma_ss<HALF_COLS, K_MAJOR, MN_MAJOR>(Element{}, registers_of(o), weight_steps, value_steps, !first);
     wgmma_commit();
   }
 

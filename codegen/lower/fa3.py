@@ -23,7 +23,7 @@ from flashgen.codegen.warpgroup import (
     WARPGROUP_WARPS,
     register_need,
 )
-from flashgen.codegen.wgmma import WgmmaShape
+from flashgen.codegen.wgmma import WgmmaShape, product_shapes
 from flashgen.errors import PlanError
 
 # Registers per thread by number of mma warpgroups: (load, mma). A block has 64 Ki; setmaxnreg moves them in steps of 8.
@@ -179,8 +179,8 @@ def _has_map(spec: Spec, tensor: str) -> bool:
 
 def _wgmma_shapes(spec: Spec, tile: TileRow) -> tuple[WgmmaShape, ...]:
     element = DTYPES[spec.dtype].element
-    return (WgmmaShape(element, tile.n, "shared", "K_MAJOR", "K_MAJOR"),
-            WgmmaShape(element, round_up(spec.head_dim_v, 16), "registers", "K_MAJOR", "MN_MAJOR"))
+    return (*product_shapes(element, tile.n, "shared", "K_MAJOR", "K_MAJOR", spec.head_dim_qk),
+            *product_shapes(element, round_up(spec.head_dim_v, 16), "registers", "K_MAJOR", "MN_MAJOR", tile.n))
 
 
 def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: bool, pingpong: bool,

@@ -13,7 +13,7 @@ from flashgen.codegen.smem import layout_regions, tile_bytes
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import Target
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from flashgen.codegen.wgmma import WgmmaShape
+from flashgen.codegen.wgmma import product_shapes
 from flashgen.errors import PlanError
 
 BLOCK_N = 64                  # keys per tile: a page of the cache in its usual size
@@ -47,9 +47,9 @@ def lower_decode(spec: Spec, target: Target) -> Plan:
         launch=Launch(3 * WARPGROUP_THREADS, 1, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = records of the schedule, all resident at once", programmatic=True),
         tensor_maps=_tensor_maps(spec, rotary, copy), barriers=barriers,
-        wgmma_shapes=(WgmmaShape(element, BLOCK_N), WgmmaShape(element, BLOCK_N, "registers"),
-                      WgmmaShape(element, half, "shared", "K_MAJOR", "MN_MAJOR"),
-                      WgmmaShape(element, half, "registers", "K_MAJOR", "MN_MAJOR")),
+        wgmma_shapes=tuple(shape for n, b_major in ((BLOCK_N, "K_MAJOR"), (half, "MN_MAJOR"))
+                           for a_source in ("shared", "registers")
+                           for shape in product_shapes(element, n, a_source, "K_MAJOR", b_major, PANEL_COLS)),
     )
 
 

@@ -33,6 +33,13 @@ struct AlongRows {
   }
 };
 
+// The descriptors of the steps from `first` on; Along: one of the above.
+template <class Along, int STEPS>
+FG_DEVICE void fill_steps(uint64_t (&steps)[STEPS], uint64_t descriptor, int first = 0) {
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) steps[i] = Along::step(descriptor, first + i);
+}
+
 // The fragments as the flat list of registers that wgmma takes.
 template <int N>
 FG_DEVICE float (&registers_of(float (&fragments)[1][N][4]))[4 * N] {
@@ -58,24 +65,45 @@ FG_DEVICE void fill_zero(uint32_t (&operand)[N][4]) {
     }
 }
 
+// Products over many steps come in statements of a few: of each, all descriptors take registers at once.
+constexpr int STATEMENT_STEPS = 4;
+FG_DEVICE constexpr int statement_steps(int left) { return left < STATEMENT_STEPS ? left : STATEMENT_STEPS; }
+
+template <class QueryTile, class KeyTile, int FIRST, int K_STEPS, class Element, int N>
+FG_DEVICE void score_steps(float (&s)[1][N][4], uint64_t q, uint64_t k) {
+  if constexpr (FIRST < K_STEPS) {
+    uint64_t q_steps[statement_steps(K_STEPS - FIRST)], k_steps[statement_steps(K_STEPS - FIRST)];
+    fill_steps<AlongColumns<QueryTile>>(q_steps, q, FIRST);
+    fill_steps<AlongColumns<KeyTile>>(k_steps, k, FIRST);
+    wgmma_ss<8 * N, K_MAJOR, K_MAJOR>(Element{}, registers_of(s), q_steps, k_steps, FIRST > 0);
+    score_steps<QueryTile, KeyTile, FIRST + STATEMENT_STEPS, K_STEPS, Element>(s, q, k);
+  }
+}
+
 // Starts s = q k^T over K_STEPS * 16 columns, as one group.
 template <class QueryTile, class KeyTile, int K_STEPS, class Element, int N>
 FG_DEVICE void issue_scores(float (&s)[1][N][4], uint64_t q, uint64_t k) {
   wgmma_fence(registers_of(s));
-#pragma unroll
-  for (int i = 0; i < K_STEPS; ++i)
-    wgmma_ss<8 * N, K_MAJOR, K_MAJOR>(Element{}, registers_of(s), AlongColumns<QueryTile>::step(q, i),
-                                      AlongColumns<KeyTile>::step(k, i), i > 0);
+  score_steps<QueryTile, KeyTile, 0, K_STEPS, Element>(s, q, k);
   wgmma_commit();
+}
+
+template <class ValueTile, int FIRST, class Element, int V, int K_STEPS>
+FG_DEVICE void value_steps(float (&o)[1][V][4], const uint32_t (&p)[K_STEPS][4], uint64_t v) {
+  if constexpr (FIRST < K_STEPS) {
+    constexpr int STEPS = statement_steps(K_STEPS - FIRST);
+    uint64_t v_steps[STEPS];
+    fill_steps<AlongRows<ValueTile>>(v_steps, v, FIRST);
+    wgmma_rs<8 * V, MN_MAJOR>(Element{}, registers_of(o), reinterpret_cast<const uint32_t(&)[STEPS][4]>(p[FIRST]), v_steps, 1);
+    value_steps<ValueTile, FIRST + STATEMENT_STEPS, Element>(o, p, v);
+  }
 }
 
 // Starts o += p v, as one group.
 template <class ValueTile, class Element, int V, int K_STEPS>
 FG_DEVICE void issue_values(float (&o)[1][V][4], uint32_t (&p)[K_STEPS][4], uint64_t v) {
   wgmma_fence(registers_of(o), p);
-#pragma unroll
-  for (int i = 0; i < K_STEPS; ++i)
-    wgmma_rs<8 * V, MN_MAJOR>(Element{}, registers_of(o), p[i], AlongRows<ValueTile>::step(v, i), 1);
+  value_steps<ValueTile, 0, Element>(o, p, v);
   wgmma_commit();
 }
 

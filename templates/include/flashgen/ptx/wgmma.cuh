@@ -37,11 +37,24 @@ FG_DEVICE void wgmma_wait(Registers&... finished) {
   (tie_registers(finished), ...);
 }
 
-// wgmma.mma_async with a and b in shared memory: d = a * b + (scale_d ? d : 0). d belongs to the product from here to
-// the wait that covers it. Only the shapes a kernel was rendered for exist.
-template <int N, int A_MAJOR, int B_MAJOR, class Element, int REGISTERS>
-FG_DEVICE void wgmma_ss(Element, float (&d)[REGISTERS], uint64_t a, uint64_t b, int scale_d) = delete;
+// wgmma.mma_async with a and b in shared memory, STEPS times: d = a[0] * b[0] + a[1] * b[1] + ... + (scale_d ? d : 0). d
+// belongs to the products from here to the wait that covers them. Only the shapes a kernel was rendered for exist.
+template <int N, int A_MAJOR, int B_MAJOR, class Element, int REGISTERS, int STEPS>
+FG_DEVICE void wgmma_ss(Element, float (&d)[REGISTERS], const uint64_t (&a)[STEPS], const uint64_t (&b)[STEPS], int scale_d) = delete;
 
-// The same with a in registers, which belong to the product as well.
+// The same with a in registers, which belong to the products as well.
+template <int N, int B_MAJOR, class Element, int REGISTERS, int STEPS>
+FG_DEVICE void wgmma_rs(Element, float (&d)[REGISTERS], const uint32_t (&a)[STEPS][4], const uint64_t (&b)[STEPS], int scale_d) = delete;
+
+// One step.
+template <int N, int A_MAJOR, int B_MAJOR, class Element, int REGISTERS>
+FG_DEVICE void wgmma_ss(Element, float (&d)[REGISTERS], uint64_t a, uint64_t b, int scale_d) {
+  const uint64_t a_step[1] = {a}, b_step[1] = {b};
+  wgmma_ss<N, A_MAJOR, B_MAJOR>(Element{}, d, a_step, b_step, scale_d);
+}
 template <int N, int B_MAJOR, class Element, int REGISTERS>
-FG_DEVICE void wgmma_rs(Element, float (&d)[REGISTERS], const uint32_t (&a)[4], uint64_t b, int scale_d) = delete;
+FG_DEVICE void wgmma_rs(Element, float (&d)[REGISTERS], const uint32_t (&a)[4], uint64_t b, int scale_d) {
+  const uint32_t a_step[1][4] = {{a[0], a[1], a[2], a[3]}};
+  const uint64_t b_step[1] = {b};
+  wgmma_rs<N, B_MAJOR>(Element{}, d, a_step, b_step, scale_d);
+}

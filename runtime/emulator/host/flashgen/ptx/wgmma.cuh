@@ -38,3 +38,13 @@ FG_DEVICE void wgmma_rs(Element, float (&d)[REGISTERS], const uint32_t (&a)[4], 
   static_assert(N % 8 == 0 && N >= 8 && N <= 256 && REGISTERS == N / 2, "d[64 x N] over 128 threads");
   emu::wgmma_rs(emu_type(Element{}), N, d, a, b, B_MAJOR == MN_MAJOR, scale_d);
 }
+
+template <int N, int A_MAJOR, int B_MAJOR, class Element, int REGISTERS, int STEPS>
+FG_DEVICE void wgmma_ss(Element, float (&d)[REGISTERS], const uint64_t (&a)[STEPS], const uint64_t (&b)[STEPS], int scale_d) {
+  for (int k = 0; k < STEPS; ++k) wgmma_ss<N, A_MAJOR, B_MAJOR>(Element{}, d, a[k], b[k], k > 0 || scale_d);
+}
+
+template <int N, int B_MAJOR, class Element, int REGISTERS, int STEPS>
+FG_DEVICE void wgmma_rs(Element, float (&d)[REGISTERS], const uint32_t (&a)[STEPS][4], const uint64_t (&b)[STEPS], int scale_d) {
+  for (int k = 0; k < STEPS; ++k) wgmma_rs<N, B_MAJOR>(Element{}, d, a[k], b[k], k > 0 || scale_d);
+}
