@@ -1,21 +1,18 @@
-"""Build many variants: what the cache holds is taken from it, one miss compiles here, several go through ninja.
+"""Build many variants: what the cache holds is taken from it, one miss compiles here, several in worker processes.
 
-Ninja runs one worker process per variant, for all of its archs, which pays for the process start once. Workers
-publish into the cache themselves; what they hand back is a small JSON file. A worker that dies takes only its own
-variant with it. Since hits are found first, a second build writes no build.ninja and starts no process.
+There is a worker for each variant, which compiles it for all of its archs. Workers are forks of this process, so that
+they have every import and the compiler at hand: a fresh interpreter would take as long as a small kernel. They publish
+into the cache themselves; what they hand back is a small JSON file. A worker that dies takes only its own variant with
+it. Since hits are found first, a second build starts no process.
 """
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import flashgen.errors
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.source import Source
 from flashgen.errors import EnvironmentError_, FlashgenError
@@ -36,11 +32,6 @@ if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec  # pydantic is not needed to build
 
 WORKER_MEMORY_BYTES = 512 << 20  # NVRTC peaks at 120 to 160 MB per process; the rest is room for larger kernels
-_WORKER = "flashgen.runtime.build_worker"
-_DONE = "@done "
-_FAILED = re.compile(r"FAILED: (?:\[code=(\d+)\] )?(\S+)")
-_NOT_RUN = -1
-_SIGNAL_BASE = 128  # how a shell reports a child that a signal ended
 
 
 @dataclass(frozen=True)
@@ -97,8 +88,8 @@ def build_specs(specs: Sequence[Spec], cache: Cache | None = None, jobs: int | N
 
     What is wrong with a single spec (it does not lower, does not compile, its worker dies) is the `error` of its
     result. `jobs` worker processes at most, by default as many as there are CPUs and memory for. With keep_going
-    False the first failure stops the rest. `progress` is called in this thread. Raises EnvironmentError_ without
-    NVRTC or ninja.
+    False the first failure stops the rest. `progress` is called in this thread. Other threads must not be in NVRTC,
+    whose locks the workers would inherit. Raises EnvironmentError_ without NVRTC.
     """
     cache = cache if cache is not None else Cache()
     report, misses = _Report(len(specs), progress), {}
@@ -115,7 +106,7 @@ def build_specs(specs: Sequence[Spec], cache: Cache | None = None, jobs: int | N
         groups.setdefault(miss.plan.variant, {}).setdefault(miss.key, []).append(index)
     if keep_going or not report.failed:
         if sum(len(keys) for keys in groups.values()) > 1:
-            _build_with_ninja(groups, misses, cache, jobs or jobs_default(), report, keep_going)
+            _build_in_workers(groups, misses, cache, jobs or jobs_default(), report, keep_going)
         else:
             for index, miss in misses.items():
                 report.add(index, _build_here(miss, cache))
@@ -184,28 +175,25 @@ def error_json(error: FlashgenError) -> dict[str, Any]:
     return {"type": type(error).__name__, "exit_code": error.exit_code, **error.to_json()}
 
 
-# -- many: ninja and worker processes
+# -- many: worker processes
 
 Group = dict[str, list[int]]  # key -> positions in `specs`
 
 
-def _build_with_ninja(groups: dict[str, Group], misses: dict[int, _Miss], cache: Cache, jobs: int, report: _Report,
+def _build_in_workers(groups: dict[str, Group], misses: dict[int, _Miss], cache: Cache, jobs: int, report: _Report,
                       keep_going: bool) -> None:
     """Compile every group in its own process; report each as it ends."""
     work, directory = _work_dir(cache)
+    published = cache if directory == cache.directory else Cache(directory)
+    tasks = [(work / str(number), {key: misses[positions[0]] for key, positions in keys.items()}, keys)
+             for number, keys in enumerate(groups.values())]
     try:
-        edges = {f"{variant}-{hashlib.sha256(' '.join(keys).encode()).hexdigest()[:12]}": keys
-                 for variant, keys in groups.items()}
-        _write_ninja(work, directory, edges, misses)
-        published = cache if directory == cache.directory else Cache(directory)
-        tail: list[str] = []
-        # Closed at once if `progress` raises: ninja must have ended before its folder goes.
-        with contextlib.closing(_finished_edges(work, jobs, keep_going, tail)) as finished:
-            for stem, code in finished:
-                if stem in edges:
-                    _collect(work, stem, code, edges.pop(stem), misses, published, cache, report, tail)
-        for stem, keys in edges.items() if keep_going else ():  # should be none
-            _collect(work, stem, _NOT_RUN, keys, misses, published, cache, report, tail)
+        # Closed at once if `progress` raises: the workers must have ended before their folder goes.
+        with contextlib.closing(_run_workers(published, tasks, jobs)) as ended:
+            for files, code, keys in ended:
+                _collect(files, code, keys, misses, published, cache, report)
+                if report.failed and not keep_going:
+                    break
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -224,58 +212,69 @@ def _work_dir(cache: Cache) -> tuple[Path, Path]:
     return work, work / "cache"
 
 
-def _write_ninja(work: Path, directory: Path, edges: dict[str, Group], misses: dict[int, _Miss]) -> None:
-    """build.ninja and one <edge>.job per worker. File names hold a hash of the keys, as the entries do."""
-    python = shlex.quote(sys.executable).replace("$", "$$")
-    lines = ["rule compile", f"  command = {python} -m {_WORKER} $in $out > $out.log 2>&1",
-             f"  description = {_DONE}$edge"]
-    for stem, keys in edges.items():
-        items = [{"key": key, "plan": misses[positions[0]].plan.to_json(),
-                  "source": dataclasses.asdict(misses[positions[0]].source)} for key, positions in keys.items()]
-        (work / f"{stem}.job").write_text(json.dumps({"cache": str(directory), "items": items}))
-        lines += [f"build {stem}.json: compile {stem}.job", f"  edge = {stem}"]
-    (work / "build.ninja").write_text("\n".join([*lines, ""]))
+_Task = tuple[Path, dict[str, _Miss], Group]  # file name of its results without suffix, what to compile, for whom
 
 
-def _finished_edges(work: Path, jobs: int, keep_going: bool, tail: list[str]) -> Generator[tuple[str, int]]:
-    """Run ninja; (edge, exit status) as the workers end. `tail` gets the last lines of what ninja said."""
+def _run_workers(cache: Cache, tasks: list[_Task], jobs: int) -> Generator[tuple[Path, int, Group]]:
+    """At most `jobs` workers at a time; (file name, exit status, group) as they end. Closing it ends those that run."""
+    import multiprocessing
+    from multiprocessing import connection
+
+    fork, waiting = multiprocessing.get_context("fork"), tasks[::-1]
+    running: dict[Any, tuple[Any, Path, Group]] = {}  # by what wait() takes
     try:
-        import ninja
-    except ImportError as err:
-        raise EnvironmentError_("building several variants needs ninja", next="pip install ninja") from err
-
-    package_parent = str(Path(flashgen.errors.__file__).parent.parent)
-    paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "NINJA_STATUS": "", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [os.path.join(ninja.BIN_DIR, "ninja"), "-j", str(jobs), "-k", "0" if keep_going else "1"]
-    with subprocess.Popen(command, cwd=work, env=env, text=True, errors="replace", stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT) as process:
-        try:
-            for line in process.stdout or ():
-                tail[:] = [*tail[-20:], line.rstrip()]
-                failed = _FAILED.match(line)
-                if failed:
-                    yield failed[2].removesuffix(".json"), int(failed[1] or 1)
-                elif line.startswith(_DONE) and (work / f"{line[len(_DONE):].strip()}.json").exists():
-                    yield line[len(_DONE):].strip(), 0
-        except BaseException:
-            process.terminate()  # ninja passes it on to the workers
-            raise
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                files, work, keys = waiting.pop()
+                process = fork.Process(target=_work, args=(cache, files, work), daemon=True)
+                process.start()
+                running[process.sentinel] = (process, files, keys)
+            for sentinel in connection.wait(list(running)):
+                process, files, keys = running.pop(sentinel)
+                process.join()
+                yield files, process.exitcode or 0, keys
+    finally:
+        for process, *_ in running.values():
+            process.terminate()
+        for process, *_ in running.values():
+            process.join()
 
 
-def _collect(work: Path, stem: str, code: int, keys: Group, misses: dict[int, _Miss], published: Cache, cache: Cache,
-             report: _Report, tail: list[str]) -> None:
+def _work(cache: Cache, files: Path, work: dict[str, _Miss]) -> None:
+    """A worker: compiles, and leaves <files>.json with what happened to each key. What it says goes to <files>.log."""
+    sys.stdout = sys.stderr = open(files.with_suffix(".log"), "w", buffering=1)  # noqa: SIM115  to the end
+    for standard in (1, 2):
+        os.dup2(sys.stdout.fileno(), standard)
+    results = {key: _compile(cache, miss) for key, miss in work.items()}
+    partial = files.with_suffix(".part")
+    partial.write_text(json.dumps(results))
+    os.rename(partial, files.with_suffix(".json"))  # a result file is whole or absent
+
+
+def _compile(cache: Cache, miss: _Miss) -> dict[str, Any]:
+    start = time.perf_counter()
+    result: dict[str, Any] = {"error": None, "hit": False}
+    try:
+        entry = cache.build(miss.plan, miss.source)
+        result |= {"hit": entry.hit, "resources": entry.cubin.resources.to_dict()}
+    except FlashgenError as err:
+        result["error"] = error_json(err)
+    return {**result, "seconds": time.perf_counter() - start}
+
+
+def _collect(files: Path, code: int, keys: Group, misses: dict[int, _Miss], published: Cache, cache: Cache,
+             report: _Report) -> None:
     """Report what a worker left behind: its results, or its death."""
     try:
-        results = json.loads((work / f"{stem}.json").read_text())
+        results = json.loads(files.with_suffix(".json").read_text())
     except FileNotFoundError:
         results = {}
     for key, positions in keys.items():
         for index in positions:
             miss, result = misses[index], results.get(key)
             if result is None:
-                log = work / f"{stem}.json.log"
-                details = log.read_text(errors="replace").strip() if log.exists() else "\n".join(tail)
+                log = files.with_suffix(".log")
+                details = log.read_text(errors="replace").strip() if log.exists() else ""
                 report.add(index, _failure(miss.plan.variant, miss.plan.target, _death(code), key, details=details))
                 continue
             entry = published.get(miss.plan, miss.source) if result["error"] is None else None
@@ -289,10 +288,9 @@ def _collect(work: Path, stem: str, code: int, keys: Group, misses: dict[int, _M
 
 
 def _death(code: int) -> str:
-    if code == _NOT_RUN:
-        return "no result from the build worker"
-    if code <= _SIGNAL_BASE:
-        return f"the build worker failed with exit status {code}"
-    name = signal.Signals(code - _SIGNAL_BASE).name if code - _SIGNAL_BASE in set(signal.Signals) else str(code)
+    """What to say of a worker without results. `code` as multiprocessing has it: a signal is negative."""
+    if code >= 0:
+        return f"the build worker left no result and exit status {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
     hint = "; out of memory? Fewer jobs need less" if name == "SIGKILL" else ""
     return f"the build worker was ended by {name}{hint}"

@@ -116,20 +116,6 @@ def _compiler() -> Iterator[Finding]:
         yield Finding("nvrtc", "ok", f"{detail}; compiles for all of {', '.join(TARGETS)}")
 
 
-def _ninja() -> Iterator[Finding]:
-    try:
-        import ninja
-
-        program = os.path.join(ninja.BIN_DIR, "ninja")
-        version = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=CHILD_LIMIT_S,
-                                 check=True).stdout.strip()
-    except (ImportError, OSError, subprocess.SubprocessError) as err:
-        yield Finding("ninja", "warn", f"{err}; only one variant at a time can be built",
-                      "pip install --force-reinstall ninja")
-    else:
-        yield Finding("ninja", "ok", f"{version}, {program}")
-
-
 def _specs() -> Iterator[Finding]:
     try:
         from flashgen.codegen.spec import load_specs, shipped_spec_paths
@@ -223,7 +209,7 @@ def _torch() -> Iterator[Finding]:
 
 
 PROBES: dict[str, Callable[[], Iterator[Finding]]] = {
-    "python": _python, "packages": _packages, "nvrtc": _compiler, "ninja": _ninja, "specs": _specs, "cache": _cache,
+    "python": _python, "packages": _packages, "nvrtc": _compiler, "specs": _specs, "cache": _cache,
     "bundles": _bundles, "driver": _driver, "torch": _torch}
 
 

@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.context
 import os
-import subprocess
-import textwrap
+import signal
+import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,17 @@ def _fake_specs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The commands that were started."""
-    calls: list[Any] = []
-    real = subprocess.Popen
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The variants for which a process was started."""
+    started: list[str] = []
+    real = multiprocessing.context.ForkProcess
 
-    def counted(command: Any, *arguments: Any, **keywords: Any) -> Any:
-        calls.append(command)
-        return real(command, *arguments, **keywords)
+    def counted(*arguments: Any, args: tuple[Any, Path, dict[str, Any]], **keywords: Any) -> Any:
+        started.extend({miss.plan.variant for miss in args[2].values()})
+        return real(*arguments, args=args, **keywords)
 
-    monkeypatch.setattr(subprocess, "Popen", counted)
-    return calls
+    monkeypatch.setattr(multiprocessing.context.ForkContext, "Process", staticmethod(counted))
+    return started
 
 
 def build(specs: Sequence[FakeSpec], cache: Cache, **keywords: Any) -> list[BuildResult]:
@@ -65,17 +66,15 @@ def leftovers(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.name.startswith(STAGING_PREFIX)]
 
 
-def worker(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put `body` before the real worker's main(job, result)."""
-    (tmp_path / "stub_worker.py").write_text(textwrap.dedent(f"""
-        import os, signal, sys
-        from flashgen.runtime.build_worker import main
-        job, result = sys.argv[1:]
-        {body}
-        sys.exit(main(job, result))
-        """))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr(module, "_WORKER", "stub_worker")
+def worker(before: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers call before(variant) ahead of each kernel."""
+    real = module._compile
+
+    def compile_(cache: Cache, miss: Any) -> dict[str, Any]:
+        before(miss.plan.variant)
+        return real(cache, miss)
+
+    monkeypatch.setattr(module, "_compile", compile_)
 
 
 ARCHS = ("sm_80", "sm_90a", "sm_120")
@@ -83,7 +82,7 @@ GRID = [FakeSpec(f"tiny_{i}", arch) for i in range(3) for arch in ARCHS]
 
 
 def test_one_process_per_variant_builds_all_its_archs_and_the_second_build_starts_none(
-        tmp_path: Path, processes: list[Any]) -> None:
+        tmp_path: Path, processes: list[str]) -> None:
     seen: list[tuple[BuildResult, int, int]] = []
     first = build(GRID, Cache(tmp_path / "c"), progress=lambda *row: seen.append(row))
     assert [(result.variant, result.arch) for result in first] == [(spec.variant, spec.arch) for spec in GRID]
@@ -91,31 +90,41 @@ def test_one_process_per_variant_builds_all_its_archs_and_the_second_build_start
     assert all(result.resources and result.resources.registers > 0 and result.path for result in first)
     assert [row[1:] for row in seen] == [(i + 1, 9) for i in range(9)] and {id(row[0]) for row in seen} == set(
         map(id, first))
-    assert len(processes) == 1  # ninja
+    assert processes == ["tiny_0", "tiny_1", "tiny_2"]
     assert not leftovers(tmp_path)
     second = build(GRID, Cache(tmp_path / "c"))
-    assert len(processes) == 1 and all(result.hit for result in second)
+    assert len(processes) == 3 and all(result.hit for result in second)
     assert [(a.key, a.path, a.resources) for a in first] == [(b.key, b.path, b.resources) for b in second]
     assert all(b.entry is not None and a.entry is not None and a.entry.cubin == b.entry.cubin
                for a, b in zip(first, second, strict=True))
 
 
-def test_the_number_of_workers_is_one_per_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker(f"open({str(tmp_path)!r} + '/ran', 'a').write(os.path.basename(job) + '\\n')", tmp_path, monkeypatch)
-    build(GRID, Cache(tmp_path / "c"))
-    assert sorted(line[:6] for line in (tmp_path / "ran").read_text().split()) == ["tiny_0", "tiny_1", "tiny_2"]
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_no_more_workers_than_jobs_run_at_a_time(jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def before(variant: str) -> None:
+        mine = tmp_path / str(os.getpid())
+        mine.touch()
+        time.sleep(0.05)
+        (tmp_path / "seen").open("a").write(f"{len(list(tmp_path.glob('[0-9]*')))} ")
+        time.sleep(0.05)
+        mine.unlink()
+
+    worker(before, monkeypatch)
+    assert all(result.error is None for result in build(GRID, Cache(tmp_path / "c"), jobs=jobs))
+    assert max(map(int, (tmp_path / "seen").read_text().split())) == jobs
 
 
 def test_only_what_changed_is_built_again_and_a_single_one_in_this_process(
-        tmp_path: Path, processes: list[Any]) -> None:
+        tmp_path: Path, processes: list[str]) -> None:
     build(GRID, Cache(tmp_path))
+    processes.clear()
     changed = [*GRID[:4], FakeSpec("tiny_1", "sm_90a", TEXT + "// changed\n"), *GRID[5:]]
     results = build(changed, Cache(tmp_path))
     assert [result.hit for result in results] == [i != 4 for i in range(9)]
-    assert len(processes) == 1 and results[4].path is not None
+    assert not processes and results[4].path is not None
 
 
-def test_a_variant_listed_twice_is_built_once(tmp_path: Path, processes: list[Any]) -> None:
+def test_a_variant_listed_twice_is_built_once(tmp_path: Path, processes: list[str]) -> None:
     same = build([GRID[0], GRID[0]], Cache(tmp_path / "a"))
     assert not processes and same[0].key == same[1].key and [result.hit for result in same] == [False, True]
     both = build([GRID[0], GRID[0], GRID[1]], Cache(tmp_path / "b"))
@@ -123,8 +132,12 @@ def test_a_variant_listed_twice_is_built_once(tmp_path: Path, processes: list[An
 
 
 def test_failures_and_crashes_stay_with_their_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker("if 'crash' in job: print('about to fail', flush=True); os.kill(os.getpid(), signal.SIGSEGV)",
-           tmp_path, monkeypatch)
+    def before(variant: str) -> None:
+        if variant == "tiny_crash":
+            os.write(1, b"about to fail")
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+    worker(before, monkeypatch)
     specs = [FakeSpec("tiny_spec", refusal=SpecError), FakeSpec("tiny_good"), FakeSpec("tiny_crash"),
              FakeSpec("tiny_half", "sm_80"), FakeSpec("tiny_half", "sm_90a", TEXT + "oops"),
              FakeSpec("tiny_plan", refusal=PlanError), FakeSpec("tiny_last")]
@@ -145,8 +158,13 @@ def test_failures_and_crashes_stay_with_their_variant(tmp_path: Path, monkeypatc
 
 def test_a_worker_that_raises_or_vanishes_is_reported_with_what_it_said(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker("if 'raise' in job: raise ZeroDivisionError('unforeseen')\n"
-           "        if 'exit' in job: sys.exit(0)", tmp_path, monkeypatch)
+    def before(variant: str) -> None:
+        if variant == "tiny_raise":
+            raise ZeroDivisionError("unforeseen")
+        if variant == "tiny_exit":
+            sys.exit(0)
+
+    worker(before, monkeypatch)
     results = build([FakeSpec("tiny_raise"), FakeSpec("tiny_exit"), FakeSpec("tiny_good")], Cache(tmp_path / "c"))
     raised, vanished = results[0].error, results[1].error
     assert raised is not None and "exit status 1" in raised["what"] and "unforeseen" in raised["details"]
@@ -154,7 +172,7 @@ def test_a_worker_that_raises_or_vanishes_is_reported_with_what_it_said(
     assert results[2].error is None
 
 
-def test_keep_going_off_stops_at_the_first_failure(tmp_path: Path, processes: list[Any]) -> None:
+def test_keep_going_off_stops_at_the_first_failure(tmp_path: Path, processes: list[str]) -> None:
     results = build([FakeSpec(f"tiny_{i}", text="oops") for i in range(4)], Cache(tmp_path / "c"), jobs=1,
                     keep_going=False)
     kinds = [str(result.error and (result.error["type"], result.error["what"])) for result in results]
@@ -167,7 +185,7 @@ def test_keep_going_off_stops_at_the_first_failure(tmp_path: Path, processes: li
 
 
 def test_without_a_writable_cache_kernels_come_back_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                             processes: list[Any]) -> None:
+                                                             processes: list[str]) -> None:
     (tmp_path / "file").touch()
     cache = Cache(tmp_path / "file" / "c")
     with warnings.catch_warnings(record=True) as caught:
@@ -175,12 +193,16 @@ def test_without_a_writable_cache_kernels_come_back_in_memory(tmp_path: Path, mo
         results = build(GRID, cache)
     assert len(caught) == 1 and "stay in memory" in str(caught[0].message)
     assert all(result.error is None and result.path is None and result.entry is not None for result in results)
-    assert len(processes) == 1 and all(result.hit for result in build(GRID, cache)) and len(processes) == 1
+    assert len(processes) == 3 and all(result.hit for result in build(GRID, cache)) and len(processes) == 3
 
 
 def test_an_interrupt_ends_the_workers_and_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker(f"open({str(tmp_path)!r} + '/pids', 'a').write(f'{{os.getpid()}} ')\n"
-           "        if 'slow' in job: __import__('time').sleep(60)", tmp_path, monkeypatch)
+    def before(variant: str) -> None:
+        (tmp_path / "pids").open("a").write(f"{os.getpid()} ")
+        if variant == "tiny_slow":
+            time.sleep(60)
+
+    worker(before, monkeypatch)
 
     def stop(result: BuildResult, done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -216,11 +238,5 @@ def test_jobs_are_bounded_by_processors_and_memory(monkeypatch: pytest.MonkeyPat
     assert (1 << 20) < module._memory_available_bytes() < (1 << 50)
 
 
-def test_the_worker_runs_without_lowering_or_rendering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker("assert not {'jinja2', 'pydantic', 'yaml', 'torch'} & {*sys.modules}\n"
-           "        sys.modules.update(dict.fromkeys(('jinja2', 'pydantic', 'yaml', 'torch')))", tmp_path, monkeypatch)
-    assert all(result.error is None for result in build(GRID, Cache(tmp_path / "c")))
-
-
-def test_no_specs_no_work(tmp_path: Path, processes: list[Any]) -> None:
+def test_no_specs_no_work(tmp_path: Path, processes: list[str]) -> None:
     assert build([], Cache(tmp_path / "c")) == [] and not processes

@@ -391,7 +391,7 @@ def test_a_hit_loads_neither_torch_nor_rich() -> None:
     result = process("build", *SMALL, code="import sys; sys.argv[0] = 'flashgen'\nfrom flashgen.cli import main\n"
                      "try: main()\nexcept SystemExit: print(*sys.modules, file=sys.stderr)")
     loaded = {name.partition(".")[0] for name in result.stderr.split()}
-    assert "hit" in result.stdout and not loaded & {"torch", "rich", "elftools", "ninja", "filelock"}
+    assert "hit" in result.stdout and not loaded & {"torch", "rich", "elftools", "filelock"}
 
 
 def test_a_reader_that_leaves_early_draws_no_traceback() -> None:
