@@ -496,7 +496,8 @@ FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barr
     const int part = blockIdx.x / row_blocks - split.first_part;
     mbarrier_wait_parity(barriers + PARTS_FULL + which, 0);
     bar_sync<SUMS_BARRIER, 256>();  // both warpgroups are done with the shared memory that this takes
-    const auto results = [&](int i) { return part_results(p, 2 * ((split.first_part + i) * row_blocks + row_block) + (i == 0)); };
+    const float* const first_results = part_results(p, 2 * (split.first_part * row_blocks + row_block));
+    const auto results = [&](int i) { return first_results + (int64_t)(2 * i * row_blocks + (i == 0)) * PART_FLOATS; };
     const auto end = [&](int row_in_block, float reference, float sum) {
       const int row = first_row + row_in_block;
       if (row >= rows_end) return 0.0f;
@@ -504,10 +505,10 @@ FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barr
       if (part == 0 && p.lse != nullptr) write_row_lse(p, split.request, row, ends.lse);
       return ends.inverse;
     };
+    Element* const out = p.out + ((int64_t)split.request * p.q_rows + first_row) * (2 * HALF_COLS);
     const auto write = [&](int row_in_block, int col, float x, float y) {
-      const int row = first_row + row_in_block;
-      if (row < rows_end)
-        *reinterpret_cast<uint32_t*>(p.out + ((int64_t)split.request * p.q_rows + row) * (2 * HALF_COLS) + col) = pack2(Element{}, x, y);
+      if (first_row + row_in_block < rows_end)
+        *reinterpret_cast<uint32_t*>(out + row_in_block * (2 * HALF_COLS) + col) = pack2(Element{}, x, y);
     };
     merge_share<BLOCK_M, HALF_COLS, SUMS_BARRIER>(results, split.parts, part, rows_end - first_row,
                                                   reinterpret_cast<float*>(smem + SMEM_SLOTS), end, write);

@@ -23,32 +23,33 @@ FG_DEVICE void write_fragments(float* part, const float (&o)[1][V][4]) {
 }
 
 // What a row's parts come to: the weight of each, and the reference and the sum of all. By 4 * ROWS threads, `thread` of
-// them; `shared` has room for (2 * parts + 9) * ROWS floats, of which the first parts * ROWS are the weights: [part][row].
-// `results(i)` points at part i of `parts`. `end(row, reference, sum)` is called once for each row, and gives a factor that
-// is left behind the weights.
+// them; `shared` has room for (2 * parts + 10) * ROWS floats, of which the first parts * ROWS are the weights: [part][row].
+// Behind them are left zeros, and then the factors: [row]. `results(i)` points at part i of `parts`. `end(row, reference,
+// sum)` is called once for each row, and gives its factor.
 template <int ROWS, int COLS, int BARRIER, class Results, class End>
 FG_DEVICE void weigh_parts(Results results, int parts, int valid_rows, int thread, float* shared, End end) {
   const int row = thread % ROWS, group = thread / ROWS;
   float* const weights = shared + row;
-  float* const factor = shared + parts * ROWS + row;
+  float* const factor = shared + (parts + 1) * ROWS + row;
   float* const highest_of = factor + ROWS;
   float* const sum_of = highest_of + 4 * ROWS;
   float* const sums = sum_of + 4 * ROWS;  // [part][row]
   float highest = -INFINITY;
-  for (int i = group; i < parts && row < valid_rows; i += 4) {
+  for (int i = group; i < parts; i += 4) {
     const float* const pair = results(i) + 2 * ROWS * COLS + 2 * row;
-    const float reference = pair[0];
+    const float reference = row < valid_rows ? pair[0] : -INFINITY;  // other rows hold anything
     weights[i * ROWS] = reference;
-    sums[i * ROWS] = pair[1];
+    sums[i * ROWS] = row < valid_rows ? pair[1] : 0.0f;
     highest = fmaxf(highest, reference);
   }
+  if (group == 0) weights[parts * ROWS] = 0.0f;
   highest_of[group * ROWS] = highest;
   bar_sync<BARRIER, 4 * ROWS>();
 #pragma unroll
   for (int i = 0; i < 4; ++i) highest = fmaxf(highest, highest_of[i * ROWS]);
   const float finite = highest == -INFINITY ? 0.0f : highest;  // no -inf - -inf
   float sum = 0.0f;
-  for (int i = group; i < parts && row < valid_rows; i += 4) {
+  for (int i = group; i < parts; i += 4) {
     const float weight = exp2_approx(weights[i * ROWS] - finite);
     weights[i * ROWS] = weight;
     sum += weight * sums[i * ROWS];
@@ -63,80 +64,115 @@ FG_DEVICE void weigh_parts(Results results, int parts, int valid_rows, int threa
 struct Unit {
   int row, col, place;
 };
-FG_DEVICE Unit unit_at(int unit, int row_warps, int lane) {
-  const int warp = unit % row_warps, fragment = unit / row_warps;
+FG_DEVICE Unit unit_at(int unit, int row_warps, int inverse, int lane) {
+  const int fragment = unit * inverse >> 16, warp = unit - fragment * row_warps;  // unit / row_warps and the rest
   return {16 * warp + lane / 4, 8 * fragment + 2 * (lane % 4), 128 * fragment + WARP_SIZE * warp + lane};
 }
 
-template <int UNITS, int PARTS, class Results>
-FG_DEVICE void read_units(Float4 (&y)[UNITS][PARTS], Results results, int parts, const Unit (&units)[UNITS], int part,
-                          int step) {
+// Which units and parts are read together. Eight units of two parts, or two units of eight parts: the loads, the sums and
+// what is done with them are the same text, since compiling it twice takes long. Read number i is of sum i % 8.
+struct Reads {
+  static constexpr int COUNT = 16, SUMS = 8;
+  int units_log2;  // 3, or 1: then four sums are of the same unit
+  int step;        // from part to part
+
+  FG_DEVICE int part(int first, int i) const { return first + (i >> units_log2) * step; }
+  FG_DEVICE int parts() const { return (COUNT >> units_log2) * step; }
+  FG_DEVICE int unit(int sum) const { return sum & ((1 << units_log2) - 1); }
+};
+
+template <class Results>
+FG_DEVICE void read_units(Float4 (&y)[Reads::COUNT], Results results, const Reads& reads, int parts, const Unit (&units)[Reads::SUMS],
+                          int first) {
 #pragma unroll
-  for (int j = 0; j < PARTS; ++j) {
-    const Float4* const from = reinterpret_cast<const Float4*>(results(min_int(part + j * step, parts - 1)));
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) y[u][j] = from[units[u].place];
+  for (int i = 0; i < Reads::COUNT / 2; ++i) {  // two in a row are of the same part
+    const Float4* const from = reinterpret_cast<const Float4*>(results(min_int(reads.part(first, 2 * i), parts - 1)));
+    y[2 * i] = from[units[2 * i % Reads::SUMS].place];
+    y[2 * i + 1] = from[units[(2 * i + 1) % Reads::SUMS].place];
   }
 }
 
-// Adds up units [begin, end) of all parts, those of warps that have rows. Groups of `sharers` warps take UNITS units at a
-// time, each warp every sharers-th part; all loads of UNITS x PARTS come first, so that they wait together, and the first
-// of them before `weigh()`. Calls write(row, col, x, y) for pairs of columns.
-template <int ROWS, int BARRIER, int UNITS, int PARTS, class Results, class Weigh, class Write>
-FG_DEVICE void add_units(Results results, int parts, int begin, int end, int valid_rows, int sharers, const float* weights,
-                         Float4* scratch, Weigh weigh, Write write) {
+template <int ROWS>
+FG_DEVICE void add_units(Float4 (&sum)[Reads::SUMS], const Float4 (&y)[Reads::COUNT], const Reads& reads, int parts,
+                         const Unit (&units)[Reads::SUMS], int first, const float* weights) {
+#pragma unroll
+  for (int i = 0; i < Reads::COUNT; ++i) {
+    const Unit& unit = units[i % Reads::SUMS];
+    const float* const part_weights = weights + min_int(reads.part(first, i), parts) * ROWS;  // past the last: zeros
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float weight = part_weights[unit.row + 8 * h];
+      if (weight != 0.0f) {  // a weight of 0 leaves nothing, whatever the part holds
+#pragma unroll
+        for (int k = 2 * h; k < 2 * h + 2; ++k) sum[i % Reads::SUMS].x[k] = fmaf(weight, y[i].x[k], sum[i % Reads::SUMS].x[k]);
+      }
+    }
+  }
+}
+
+FG_DEVICE void add(Float4& x, const Float4& y) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) x.x[k] += y.x[k];
+}
+
+// This block's share, by its two product warpgroups (threads from 128 on): number `part` of `parts`. Groups of `sharers`
+// warps take some units at a time, each warp every sharers-th part; all reads come first, so that they wait together, and
+// the first of them before the weights are known. Calls write(row, col, x, y) for pairs of columns. `shared` has room for
+// weigh_parts and then for 512 Float4.
+template <int ROWS, int COLS, int BARRIER, class Results, class End, class Write>
+FG_DEVICE void merge_share(Results results, int parts, int part, int valid_rows, float* shared, End end_row, Write write) {
   constexpr int WARPS = 8;
   uint32_t thread = threadIdx.x;
   tie_registers(thread);  // or what follows from it would be worked out before the main loop, which has no registers for it
-  const int row_warps = (valid_rows + 15) / 16;  // of each warpgroup, that had rows
   const int warp = first_lane(thread / WARP_SIZE) - 4, lane = thread % WARP_SIZE;
+  const int row_warps = (valid_rows + 15) / 16;  // of each warpgroup, that had rows
+  const int all_units = 2 * COLS / 8 * row_warps, inverse = 65536 / row_warps + 1;  // exact for so few units
+  const int begin = all_units * part / parts, end = all_units * (part + 1) / parts;
+  static_assert(COLS >= 64, "two parts have enough units for every warp");
+  // Few units: several warps share one, each with some of the parts.
+  const int sharers = parts <= 2 || end - begin >= 8 ? 1 : end - begin >= 4 ? 2 : end - begin >= 2 ? 4 : 8;
+  const Reads reads{parts <= 2 ? 3 : 1, sharers};
   const int groups = WARPS / sharers, group = warp / sharers, sharer = warp % sharers;
-  const float* const factors = weights + parts * ROWS;
-  Unit units[UNITS];
-  Float4 y[UNITS][PARTS];
+  const float* const factors = shared + (parts + 1) * ROWS;
+  Float4* const scratch = reinterpret_cast<Float4*>(shared + (2 * parts + 10) * ROWS) + warp * WARP_SIZE + lane;
+  Unit units[Reads::SUMS];
+  Float4 y[Reads::COUNT];
   const auto find_units = [&](int first) {
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) units[u] = unit_at(min_int(first + group + groups * u, end - 1), row_warps, lane);
+    for (int i = 0; i < Reads::SUMS; ++i)
+      units[i] = unit_at(min_int(first + group + groups * reads.unit(i), end - 1), row_warps, inverse, lane);
   };
   if (begin < end) {
     find_units(begin);
-    read_units(y, results, parts, units, sharer, sharers);
+    read_units(y, results, reads, parts, units, sharer);
   }
-  weigh();
-  for (int first = begin; first < end; first += groups * UNITS) {
+  weigh_parts<ROWS, COLS, BARRIER>(results, parts, valid_rows, threadIdx.x - 128, shared, end_row);
+#pragma unroll 1
+  for (int first = begin; first < end; first += groups << reads.units_log2) {
     find_units(first);
-    Float4 sum[UNITS] = {};
-    for (int i = sharer; i < parts; i += PARTS * sharers) {
-      if (first > begin || i > sharer) read_units(y, results, parts, units, i, sharers);
-#pragma unroll
-      for (int j = 0; j < PARTS; ++j)
-#pragma unroll
-        for (int u = 0; u < UNITS; ++u)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int row = units[u].row + 8 * h;
-            const float weight = i + j * sharers < parts && row < valid_rows ? weights[(i + j * sharers) * ROWS + row] : 0.0f;
-            if (weight != 0.0f) {  // a weight of 0 leaves nothing, whatever the part holds
-#pragma unroll
-              for (int k = 2 * h; k < 2 * h + 2; ++k) sum[u].x[k] = fmaf(weight, y[u][j].x[k], sum[u].x[k]);
-            }
-          }
+    Float4 sum[Reads::SUMS] = {};
+#pragma unroll 1
+    for (int i = sharer; i < parts; i += reads.parts()) {
+      if (first > begin || i > sharer) read_units(y, results, reads, parts, units, i);
+      add_units<ROWS>(sum, y, reads, parts, units, i, shared);
     }
-    if (sharers > 1) {
+    if (reads.units_log2 == 1) {
 #pragma unroll
-      for (int u = 0; u < UNITS; ++u) {
-        Float4* const all = scratch + warp * WARP_SIZE + lane;
-        *all = sum[u];
-        bar_sync<BARRIER, 256>();
-        for (int i = 1; i < sharers && sharer == 0; ++i)
-#pragma unroll
-          for (int k = 0; k < 4; ++k) sum[u].x[k] += all[i * WARP_SIZE].x[k];
-        bar_sync<BARRIER, 256>();
-      }
+      for (int i = 2; i < Reads::SUMS; ++i) add(sum[i % 2], sum[i]);
     }
+    if (sharers > 1) {  // these are all units: there is no next round to write there
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u)
-      if (sharer == 0 && first + group + groups * u < end) {
+      for (int u = 0; u < 2; ++u) scratch[WARPS * WARP_SIZE * u] = sum[u];
+      bar_sync<BARRIER, 256>();
+#pragma unroll 1
+      for (int i = 1; i < sharers && sharer == 0; ++i)
+#pragma unroll
+        for (int u = 0; u < 2; ++u) add(sum[u], scratch[WARPS * WARP_SIZE * u + WARP_SIZE * i]);
+    }
+    const int last = sharer == 0 ? min_int(end, first + (groups << reads.units_log2)) : 0;
+#pragma unroll
+    for (int u = 0; u < Reads::SUMS; ++u)
+      if (first + group + groups * u < last) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int row = units[u].row + 8 * h;
@@ -144,24 +180,4 @@ FG_DEVICE void add_units(Results results, int parts, int begin, int end, int val
         }
       }
   }
-}
-
-// This block's share, by its two product warpgroups (threads from 128 on): number `part` of `parts`. `shared` has room for
-// weigh_parts and then for 256 Float4.
-template <int ROWS, int COLS, int BARRIER, class Results, class End, class Write>
-FG_DEVICE void merge_share(Results results, int parts, int part, int valid_rows, float* shared, End end_row, Write write) {
-  const auto weigh = [&] {
-    weigh_parts<ROWS, COLS, BARRIER>(results, parts, valid_rows, threadIdx.x - 128, shared, end_row);
-  };
-  const int row_warps = (valid_rows + 15) / 16;
-  const int units = 2 * COLS / 8 * row_warps;
-  const int begin = units * part / parts, end = units * (part + 1) / parts;
-  // Few units: several warps share one, each with some of the parts.
-  const int sharers = end - begin >= 8 ? 1 : end - begin >= 4 ? 2 : end - begin >= 2 ? 4 : 8;
-  Float4* const scratch = reinterpret_cast<Float4*>(shared + (2 * parts + 9) * ROWS);
-  static_assert(COLS >= 64, "two parts have enough units for every warp");
-  if (parts <= 2)
-    add_units<ROWS, BARRIER, 8, 2>(results, parts, begin, end, valid_rows, 1, shared, scratch, weigh, write);
-  else
-    add_units<ROWS, BARRIER, 2, 8>(results, parts, begin, end, valid_rows, sharers, shared, scratch, weigh, write);
 }
