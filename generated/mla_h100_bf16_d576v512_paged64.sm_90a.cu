@@ -307,18 +307,26 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
 }
 
 // ---- keys that not all rows see. Rows: token * num_heads + head
-// Sets the scores of hidden keys to -inf: `keys` of the request remain from the tile's first on, and under a causal mask
-// the last p.hidden_keys of them come into sight token by token. `row` and `col` are those of s[0][0][0].
-FG_DEVICE void hide_keys(float (&s)[1][BLOCK_N / 8][4], const Params& p, int keys, int row, int col) {
+// Of a tile's keys, from its first on, those that a thread's two rows see: `keys` of the request remain, and under a causal
+// mask the last p.hidden_keys of them come into sight token by token.
+struct Visible {
+  int keys[2];
+
+  FG_DEVICE Visible(const Params& p, int keys, int row) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int unseen = max_int(p.hidden_keys - (row + 8 * h) / p.num_heads, 0);
+    for (int h = 0; h < 2; ++h) this->keys[h] = keys - max_int(p.hidden_keys - (row + 8 * h) / p.num_heads, 0);
+  }
+};
+
+// Sets the scores of the others to -inf. `col` is that of s[0][0][0].
+FG_DEVICE void hide_keys(float (&s)[1][BLOCK_N / 8][4], const Visible& visible, int col) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
 #pragma unroll
     for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        if (col + 8 * n + i >= keys - unseen) s[0][n][2 * h + i] = -INFINITY;
-  }
+        if (col + 8 * n + i >= visible.keys[h]) s[0][n][2 * h + i] = -INFINITY;
 }
 
 // A pair of elements of a tile's latent columns.
@@ -329,9 +337,9 @@ FG_DEVICE uint32_t& latent_pair(unsigned char* smem, const Place& place, int row
 }
 
 // A value that is infinite or NaN would reach the rows that do not see its key, too: their weight is 0, and 0 * NaN is
-// not. So it is silenced (below), and the rows that see it get it from here, by way of the score: they end as NaN. By a
+// not. So it is silenced (below), and the rows that see it get it from here, by way of their sum: they end as NaN. By a
 // warp, for the keys from `first` to `end`, at most 7, that only some rows see.
-FG_DEVICE void spread_nonfinite(float (&s)[1][BLOCK_N / 8][4], unsigned char* smem, const Place& place, int first, int end, int col) {
+FG_DEVICE void spread_nonfinite(StaleRows& rows, unsigned char* smem, const Place& place, const Visible& visible, int first, int end) {
 #pragma unroll 1
   for (int key = first; key < end; ++key) {
     uint32_t found = 0;
@@ -340,10 +348,8 @@ FG_DEVICE void spread_nonfinite(float (&s)[1][BLOCK_N / 8][4], unsigned char* sm
       found |= nonfinite_bits<Element>(latent_pair(smem, place, key, pair));
     if (!any_in_warp(found != 0)) continue;
 #pragma unroll
-    for (int n = 0; n < BLOCK_N / 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (col + 8 * n + i % 2 == key) s[0][n][i] = INFINITY - INFINITY;
+    for (int h = 0; h < 2; ++h)
+      if (key < visible.keys[h]) rows.sum[0][h] = INFINITY - INFINITY;
   }
 }
 
@@ -422,17 +428,19 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
 #pragma unroll
   for (int h = 0; h < 2; ++h) sum[h] = sums[8 * h] + sums[BLOCK_M + 8 * h];
   if (segment.parts == 1) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    float inverse[2] = {};
+#pragma unroll 1
+    for (int h = 0; h < 2; ++h) {  // once: it is long, and not worth the compiler's time twice
       const int row = segment.first_row + lane_row + 8 * h;
-      const RowEnd end = end_row(p, row, rows.reference[0][h], sum[h]);
+      const RowEnd end = end_row(p, row, h == 0 ? rows.reference[0][0] : rows.reference[0][1], h == 0 ? sum[0] : sum[1]);
       if (p.lse != nullptr && half == 0 && lane % 4 == 0 && row < segment.end_row) write_row_lse(p, segment.request, row, end.lse);
-#pragma unroll
-      for (int n = 0; n < HALF_COLS / 8; ++n) {
-        o[0][n][2 * h] *= end.inverse;
-        o[0][n][2 * h + 1] *= end.inverse;
-      }
+      inverse[0] = h == 0 ? end.inverse : inverse[0];
+      inverse[1] = end.inverse;
     }
+#pragma unroll
+    for (int n = 0; n < HALF_COLS / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[0][n][i] *= inverse[i / 2];
     Element* const out = p.out + ((int64_t)segment.request * p.q_rows + segment.first_row + 16 * warp) * (2 * HALF_COLS) + half * HALF_COLS;
     uint32_t w[HALF_COLS / 8][2];
     pack_output<Element>(w, o);
@@ -664,14 +672,15 @@ struct Warpgroup {
   // Scores to weights, here and in shared memory for the other warpgroup. `keys`: of the request, from the tile's
   // first on; `first`: of its segment.
   FG_DEVICE Rescale make_weights(const Place& place, int keys, bool first) {
+    if (first) rows = StaleRows();
     if (keys - p.hidden_keys < BLOCK_N) {
+      const Visible visible(p, keys, segment().first_row + lane_row);
       if (p.hidden_keys > 0)
-        spread_nonfinite(s, smem, place, max_int(keys - p.hidden_keys, 0), min_int(keys, BLOCK_N), 2 * (lane % 4));
-      hide_keys(s, p, keys, segment().first_row + lane_row, 2 * (lane % 4));
+        spread_nonfinite(rows, smem, place, visible, max_int(keys - p.hidden_keys, 0), min_int(keys, BLOCK_N));
+      hide_keys(s, visible, 2 * (lane % 4));
     }
     Rescale rescale;
     if (first) {
-      rows = StaleRows();
       rescale = exponentiate_exact<Element>(s, rows, p.scale_log2);
       rows.settle();
     } else {
@@ -687,7 +696,7 @@ struct Warpgroup {
     if (lane == 0) raised()[place.pair() * 4] = rescale.any;
     if (keys - p.hidden_keys < BLOCK_N) {
       silence_nonfinite(smem, place, max_int(keys - p.hidden_keys, 0), min_int(keys, BLOCK_N));
-#pragma unroll
+#pragma unroll 1
       for (int piece = 0; piece < SLOTS_PER_TILE; ++piece)
         clear_rows<SlotTile>(smem + SMEM_SLOTS + place.slot(piece) * SlotTile::BYTES, max_int(keys, 0));
     }
