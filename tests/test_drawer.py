@@ -14,8 +14,8 @@ from drawer_case import TensorMapSpec
 from drawer_copies import BY_RANK, BY_SWIZZLE
 from drawer_kernels import CASES
 
-from flashgen.codegen.render import TEMPLATES
-from flashgen.codegen.wgmma import MAJORS, PTX_TYPES, WgmmaShape, render_wgmma
+from flashgen.codegen.render import TEMPLATES, header_text
+from flashgen.codegen.wgmma import MAJORS, PTX_TYPES, WgmmaShape, product_shapes, render_wgmma
 from flashgen.errors import CompileError, PlanError
 
 DRAWER = TEMPLATES / "include" / "flashgen" / "ptx"
@@ -215,6 +215,24 @@ def test_wgmma_text_lists_each_operand_once():
                 assert f".m64n{n}k{k}.f32.{PTX_TYPES[element]}.{PTX_TYPES[element]} " in text
 
 
+@pytest.mark.parametrize("source", ["shared", "registers"])
+def test_all_steps_of_a_statement_add_to_the_same_registers(source):
+    text = "".join(re.findall(r'"(.*?)(?:\\n)?"', render_wgmma([WgmmaShape("bf16", 16, source, steps=3)])))
+    products = re.findall(r"wgmma\.mma_async\S* \{(.*?)\}, (.*?), (add|1), 1, 1", text)
+    assert [product[0] for product in products] == [", ".join(f"%{i}" for i in range(8))] * 3
+    assert [product[2] for product in products] == ["add", "1", "1"]  # only the first may overwrite
+    operands = [int(i) for product in products for i in re.findall(r"%(\d+)", product[1])]
+    assert sorted(operands) == list(range(8, 8 + 3 * (2 if source == "shared" else 5)))
+
+
+def test_products_are_cut_as_the_header_cuts_them():
+    (steps,) = re.findall(r"STATEMENT_STEPS = (\d+);", header_text("flashgen/gemm_async.cuh"))
+    for total in range(1, 17):
+        of_total = [min(int(steps), total - first) for first in range(0, total, int(steps))]
+        shapes = product_shapes("bf16", 64, "shared", "K_MAJOR", "K_MAJOR", 16 * total)
+        assert sorted(shape.steps for shape in shapes) == sorted(set(of_total))
+
+
 def test_wgmma_text_is_sorted_and_without_repeats():
     shapes = [WgmmaShape("fp16", 64), WgmmaShape("bf16", 128), WgmmaShape("bf16", 64), WgmmaShape("fp16", 64)]
     assert render_wgmma(shapes) == render_wgmma(shapes[::-1])
@@ -225,7 +243,7 @@ def test_wgmma_text_is_sorted_and_without_repeats():
 
 @pytest.mark.parametrize("change", [
     {"element": "tf32"}, {"n": 0}, {"n": 12}, {"n": 264}, {"a_source": "tensor"}, {"b_major": "M"},
-    {"element": "e4m3", "b_major": "MN_MAJOR"}, {"a_source": "registers", "a_major": "MN_MAJOR"}])
+    {"element": "e4m3", "b_major": "MN_MAJOR"}, {"a_source": "registers", "a_major": "MN_MAJOR"}, {"steps": 0}])
 def test_wgmma_refuses_what_the_instruction_lacks(change):
     with pytest.raises(PlanError, match="allowed"):
         WgmmaShape(**{"element": "bf16", "n": 64, **change})
