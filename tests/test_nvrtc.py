@@ -1,6 +1,7 @@
 """NVRTC: what is refused, what the message shows, and that resources are read right. No GPU."""
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,9 @@ from types import ModuleType
 import pytest
 from tiny import HEADER, SETMAXNREG_TEXT, SPILL_TEXT, TEXT, tiny, tiny_plan, tiny_source
 
+from flashgen.codegen.render import plan_and_source
+from flashgen.codegen.source import Source
+from flashgen.codegen.spec import load_specs, spec_path
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import CompileError, EnvironmentError_
 from flashgen.runtime import cubin, nvrtc
@@ -165,3 +169,25 @@ def test_importing_needs_neither_nvrtc_nor_elftools() -> None:
             "print(sorted({'cuda', 'elftools', 'jinja2', 'torch', 'filelock', 'pydantic'} & {*sys.modules}))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def ptx_of(source: Source) -> str:
+    """What NVRTC makes of it before ptxas."""
+    api = nvrtc._api()
+    program = nvrtc._ok(api.nvrtcCreateProgram(source.text.encode(), b"kernel.cu", len(source.headers),
+                                               [text.encode() for _, text in source.headers],
+                                               [name.encode() for name, _ in source.headers]))
+    options = [b"--gpu-architecture=compute_90a", b"--std=c++17"]
+    assert api.nvrtcCompileProgram(program, len(options), options)[0] == api.nvrtcResult.NVRTC_SUCCESS
+    return nvrtc._fetch(api.nvrtcGetPTXSize, api.nvrtcGetPTX, program).decode()
+
+
+@pytest.mark.parametrize(("name", "variant", "stores"), [
+    ("mla_h100", "mla_h100_bf16_d576v512_paged64", 16), ("fa3_fwd", "fa3_fwd_bf16_d128_causal_varlen", 8)])
+def test_rows_of_the_output_are_stored_sixteen_bytes_at_a_time(name: str, variant: str, stores: int) -> None:
+    """By a thread: its share of two rows. A pointer that loses its alignment on the way turns each into four."""
+    skip_unless_known("sm_90a")
+    spec = next(spec for spec in load_specs(spec_path(name)).specs if spec.variant == variant)
+    text = ptx_of(plan_and_source(spec)[1])
+    assert len(re.findall(r"st\.global\.v4\.u32", text)) == stores
+    assert not re.search(r"(st\.global\.u32[^\n]*\n\s*){4}", text)

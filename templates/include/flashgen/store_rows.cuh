@@ -59,21 +59,19 @@ FG_DEVICE void store_rows(Place place, const uint32_t (&w)[V][2], int valid_rows
   const int lane_row = threadIdx.x % WARP_SIZE / 4, quad_lane = threadIdx.x % 4;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    uint32_t x[(V + 3) / 4][4];  // four chunks at a time
+    // As whole chunks from here on: added to an Element*, the compiler would not know that they are aligned.
+    Chunk* const target = reinterpret_cast<Chunk*>(place(lane_row + 8 * h)) + quad_lane;
+    const bool exists = lane_row + 8 * h < valid_rows;
 #pragma unroll
-    for (int n = 0; n < (V + 3) / 4 * 4; ++n) x[n / 4][n % 4] = n < V ? w[n % V][h] : 0;
+    for (int first = 0; first < V; first += 4) {  // four chunks
+      uint32_t x[4];
 #pragma unroll
-    for (int i = 0; i < (V + 3) / 4; ++i) {
-      trade(x[i][0], x[i][1], 1);
-      trade(x[i][2], x[i][3], 1);
-      trade(x[i][0], x[i][2], 2);
-      trade(x[i][1], x[i][3], 2);
+      for (int i = 0; i < 4; ++i) x[i] = first + i < V ? w[(first + i) % V][h] : 0;
+      trade(x[0], x[1], 1);
+      trade(x[2], x[3], 1);
+      trade(x[0], x[2], 2);
+      trade(x[1], x[3], 2);
+      if (exists && first + quad_lane < CHUNKS) target[first] = {x[0], x[1], x[2], x[3]};
     }
-    if (lane_row + 8 * h >= valid_rows) continue;
-    auto* const target = place(lane_row + 8 * h) + quad_lane * ELEMENTS_PER_CHUNK;
-#pragma unroll
-    for (int i = 0; i < (V + 3) / 4; ++i)
-      if (4 * i + quad_lane < CHUNKS)
-        *reinterpret_cast<Chunk*>(target + 4 * i * ELEMENTS_PER_CHUNK) = {x[i][0], x[i][1], x[i][2], x[i][3]};
   }
 }
