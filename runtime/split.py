@@ -14,10 +14,10 @@ from flashgen.errors import UnsupportedError
 
 MAX_PARTS = 128             # of the keys of one query tile
 MAX_ROUNDS = 4              # of parts over all SMs: more never paid
-# What splitting costs, in the time of one key tile: of each round of parts, of waiting for the last ones, of adding up
-# each part of a tile, and how many bytes of parts are written and read back meanwhile, for each column of the output: a
-# key tile takes longer with more of them. Fitted to forced numbers of parts timed on an H200 (docs/fa3.md).
-ROUND_TILES, MERGE_TILES, PART_TILES, BYTES_PER_TILE = 3, 4, 1, 32 << 10
+# What splitting costs, in the time of one key tile: of each round of parts, of waiting for the last ones, and how many
+# bytes of parts are written and read back meanwhile, for each column of the output (a key tile takes longer with more
+# of them). Fitted to forced numbers of parts timed on an H200: within 1 % of the best of nine calls (docs/fa3.md).
+ROUND_TILES, MERGE_TILES, BYTES_PER_TILE = 3, 4, 32 << 10
 PACKING_GAIN = 0.75         # of the query tiles: with more of them left, packing is not worth its slower stores
 SPLIT_GAIN = 0.012          # docs/fa3.md: predicted gains below it were losses
 SECTION_HEADS = 16          # docs/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
@@ -121,8 +121,7 @@ def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_by
         size = -(-longest // count)
         parts = sum(tiles * -(-length // size) for length, tiles in lengths.items())
         rounds = -(-parts // num_sms)
-        cost = (rounds * (size + ROUND_TILES) + MERGE_TILES + PART_TILES * -(-longest // size)
-                + parts * part_bytes / (BYTES_PER_TILE * head_dim_v))
+        cost = rounds * (size + ROUND_TILES) + MERGE_TILES + parts * part_bytes / (BYTES_PER_TILE * head_dim_v)
         if cost < min(enough, 0.98 * least if best.max_parts > 1 else least):  # of those about as good, the fewest
             best, least = Parts(num_tiles - rest, size, -(-longest // size), num_tiles - rest + parts), cost
         if rounds > MAX_ROUNDS:

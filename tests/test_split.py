@@ -1,6 +1,7 @@
 """Where query tiles are cut along their keys, and in which order a grid takes heads."""
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -10,13 +11,13 @@ from hypothesis import strategies as st
 from tensor_map_kit import fa3_like
 from test_values import SMS, call, plan_of
 
+from flashgen.runtime.bench_cases import ROOT
 from flashgen.runtime.split import (
     BYTES_PER_TILE,
     LAST_ROUNDS,
     MAX_PARTS,
     MAX_ROUNDS,
     MERGE_TILES,
-    PART_TILES,
     ROUND_TILES,
     SECTION_BYTES,
     SECTION_HEADS,
@@ -35,7 +36,7 @@ from flashgen.runtime.values import counter_words, cutting_of, fa3_values, launc
     (1, 64, True), (9, 64, True), (66, 64, True), (133, 64, True),
     (131, 64, False),                      # a piece more for each is another round
     (133, 1, False),                       # one key tile has no parts
-    (66, 2 * (MERGE_TILES + 2 * PART_TILES), False),  # half the keys cost as much as they save
+    (66, 2 * MERGE_TILES, False),  # half the keys cost as much as they save
     (100 * SMS + 1, 64, False),            # nor is the last of a hundred rounds worth a slower kernel
 ])
 def test_where_tiles_are_split(tiles: int, key_tiles: int, splits: bool) -> None:
@@ -52,7 +53,7 @@ def test_splits_are_few_and_pay(full: int, num_sms: int, many: list[int], part_b
 
     def cost(size: int) -> float:
         parts = sum(math.ceil(length / size) for length in many)
-        return (math.ceil(parts / num_sms) * (size + ROUND_TILES) + MERGE_TILES + PART_TILES * math.ceil(longest / size)
+        return (math.ceil(parts / num_sms) * (size + ROUND_TILES) + MERGE_TILES
                 + parts * part_bytes / (BYTES_PER_TILE * 128))
 
     if found.max_parts == 1:
@@ -65,6 +66,20 @@ def test_splits_are_few_and_pay(full: int, num_sms: int, many: list[int], part_b
     few = [size for size in sizes if sum(math.ceil(length / size) for length in many) <= MAX_ROUNDS * num_sms]
     assert all(cost(found.tiles_per_part) <= cost(size) / 0.98 for size in few)
     assert 3 + len(many) <= counter_words(num_sms)
+
+
+PARTS = json.loads((ROOT / "benchmarks" / "results" / "h200" / "fa3-parts.json").read_text())
+
+
+@pytest.mark.parametrize("row", PARTS["rows"], ids=lambda row: " ".join(str(row[key]) for key in row if key != "us"))
+def test_the_number_of_parts_is_one_of_the_fastest(row: dict[str, Any]) -> None:
+    """Of those that were timed; between two of them the slower one counts."""
+    plan = plan_of("fa3", head_dim_qk=row["head_dim"], causal=row["causal"], split=True)
+    found = cut_tail(cutting_of(plan), SMS, batch=row["batch"], seqlen_q=row["seqlen_q"], seqlen_kv=row["seqlen_kv"],
+                     num_heads_q=row["num_heads"], num_heads_kv=row["num_heads"]).max_parts
+    us = {int(parts): time for parts, time in row["us"].items()}
+    near = {max(parts for parts in us if parts <= found), min(parts for parts in us if parts >= found)}
+    assert max(us[parts] for parts in near) <= 1.02 * min(us.values())
 
 
 @pytest.mark.parametrize("top_left", [False, True])
