@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES, Target
@@ -145,6 +145,9 @@ class Expression:
     last: tuple[str, ...] = ()
 
 
+EXPRESSION_PARTS = tuple(field.name for field in fields(Expression) if field.type == "tuple[Part, ...]")
+
+
 @dataclass(frozen=True)
 class Plan:
     variant: str                             # the kernel's name without its target
@@ -213,7 +216,7 @@ class Plan:
         for key in ("spec", "slots", "flags"):
             raw[key] = tuple((name, _freeze(value)) for name, value in raw[key])
         raw["expressions"] = tuple(
-            Expression(**row | {key: tuple(Part(**part) for part in row[key]) for key in ("uniform", "row", "column")}
+            Expression(**row | {key: tuple(Part(**part) for part in row[key]) for key in EXPRESSION_PARTS}
                        | {key: tuple(row[key]) for key in ("first", "last")}) for row in raw.get("expressions", ()))
         raw["launch"] = Launch(**raw["launch"])
         raw["notes"] = tuple(raw["notes"])

@@ -151,7 +151,10 @@ def test_one_kernel_for_one_meaning() -> None:
     problem = Problem(1, 5, 9)
     plans = [plan_and_source(spec_of(variant, problem)) for variant in (one, two, other)]
     assert plans[0] == plans[1] and plans[0][0].variant != plans[2][0].variant
-    assert Plan.from_json(plans[0][0].to_json()) == plans[0][0]
+    ids = small("fa3", mask="ids[q_pos] == ids[kv_pos]", kv_layout="varlen", params={
+        "ids": {"type": "tensor", "dtype": "int32", "shape": ["total_kv"], "sorted": True}})
+    for plan in (plans[0][0], lower(spec_of(ids, Problem(2, (5, 5), (5, 5))))):
+        assert Plan.from_json(plan.to_json()) == plan and plan.expressions
 
 
 def test_masks_with_bounds_of_their_own() -> None:
