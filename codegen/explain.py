@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,18 @@ INSTRUCTIONS_PER_SCORE = 7        # scale, maximum, exp2, sum, half a pack: 4; t
 TYPICAL = {"arch": "sm_90", "dtype": "bf16", "head_dim_qk": 128, "causal": True, "window": False, "kv_layout": "dense"}
 
 
+def check_sizes(cls: type[Any], problem: Mapping[str, Any], but: Sequence[str] = ()) -> None:
+    """UnsupportedError for names that `cls` has no field for, and for numbers below 1 in all but those."""
+    names = [f.name for f in fields(cls)]
+    for name, value in problem.items():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            raise UnsupportedError(f"unknown size {name}", where="problem", allowed=", ".join(names),
+                                   nearest=close[0] if close else "")
+        if name not in but and (type(value) is not int or value < 1):
+            raise UnsupportedError(f"{name} is {value!r}", where="problem", allowed="whole numbers from 1")
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of the call to explain. Varlen: `batch` sequences of these lengths each. `window` as in the API."""
@@ -50,18 +62,10 @@ class Shape:
     @classmethod
     def of(cls, **problem: Any) -> Shape:
         """seqlen_kv and num_heads_kv follow their _q twins unless given. UnsupportedError for what makes no call."""
-        names = [f.name for f in fields(cls)]
-        for name, value in problem.items():
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                raise UnsupportedError(f"unknown size {name}", where="problem", allowed=", ".join(names),
-                                       nearest=close[0] if close else "")
-            if name == "window":
-                if not _is_window(value):
-                    raise UnsupportedError(f"window is {value!r}", where="problem",
-                                           allowed="two counts of keys, (left, right); -1 is unbounded")
-            elif type(value) is not int or value < 1:
-                raise UnsupportedError(f"{name} is {value!r}", where="problem", allowed="whole numbers from 1")
+        check_sizes(cls, problem, but=("window",))
+        if "window" in problem and not _is_window(problem["window"]):
+            raise UnsupportedError(f"window is {problem['window']!r}", where="problem",
+                                   allowed="two counts of keys, (left, right); -1 is unbounded")
         for name in ("seqlen", "num_heads"):
             if f"{name}_q" in problem:
                 problem.setdefault(f"{name}_kv", problem[f"{name}_q"])

@@ -4,16 +4,15 @@ Which block gets which tiles is worked out on the device from the lengths of a c
 """
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.explain import check_sizes
 from flashgen.codegen.explain_text import bar, draw_plan, row, si
 from flashgen.codegen.plan import Plan, registers_per_thread_max
 from flashgen.codegen.target import TARGETS, Target
-from flashgen.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,8 @@ class DecodeShape:
 
     @classmethod
     def of(cls, **problem: Any) -> DecodeShape:
-        names = [f.name for f in fields(cls)]
-        for name, value in problem.items():
-            if name not in names:
-                raise UnsupportedError(f"unknown size {name}", where="problem", allowed=", ".join(names),
-                                       nearest=next(iter(difflib.get_close_matches(name, names, n=1)), ""))
-            if type(value) is not int or value < 1:
-                raise UnsupportedError(f"{name} is {value!r}", where="problem", allowed="whole numbers from 1")
+        """UnsupportedError for what makes no call."""
+        check_sizes(cls, problem)
         return cls(**problem)
 
 
