@@ -75,6 +75,15 @@ class Memory:
             check(api().cuMemFree(pointer))
 
 
+def await_zeros(counters: int, size: int, where: str) -> None:
+    """Waits for what was launched, which leaves the counters as it found them."""
+    check(api().cuCtxSynchronize(), where)
+    left = (ctypes.c_char * size)()
+    check(api().cuMemcpyDtoH(ctypes.addressof(left), counters, size))
+    if any(left.raw):
+        raise VerifyError("counters are not zero after a launch", where=where)
+
+
 def launch(kernel: Kernel, sizes: Sizes) -> None:
     """One launch with random inputs. DriverError if it fails, VerifyError if it leaves its counters unlike zero."""
     plan, memory = kernel.plan, Memory()
@@ -102,11 +111,7 @@ def launch(kernel: Kernel, sizes: Sizes) -> None:
     pointers["counters"] = memory.filled(counters)
     pointers["partials"] = memory.empty(4 * floats) if (floats := values.get("partials_floats", 0)) else 0
     kernel.launcher(values)(0, *(pointers[name] for name in pointer_names(plan)))
-    check(api().cuCtxSynchronize(), plan.kernel_name)
-    left = (ctypes.c_char * len(counters))()
-    check(api().cuMemcpyDtoH(ctypes.addressof(left), pointers["counters"], len(counters)))
-    if left.raw != counters:
-        raise VerifyError("counters are not zero after a launch", where=f"{plan.kernel_name}, {sizes}")
+    await_zeros(pointers["counters"], len(counters), f"{plan.kernel_name}, {sizes}")
     memory.free()
 
 
@@ -136,11 +141,7 @@ def launch_decode(kernel: Kernel, schedule: Kernel, lengths: Sequence[int], toke
         "schedule": memory.empty(4 * order["schedule_words"]), "partials": memory.empty(4 * values["partials_floats"])}
     for one, of in ((schedule, order), (kernel, values)):
         one.launcher(of)(0, *(pointers[name] for name in pointer_names(one.plan)))
-    check(api().cuCtxSynchronize(), plan.kernel_name)
-    left = (ctypes.c_char * len(counters))()
-    check(api().cuMemcpyDtoH(ctypes.addressof(left), pointers["counters"], len(counters)))
-    if left.raw != counters:
-        raise VerifyError("counters are not zero after a launch", where=f"{plan.kernel_name}, {lengths}")
+    await_zeros(pointers["counters"], len(counters), f"{plan.kernel_name}, {lengths}")
     memory.free()
 
 

@@ -104,7 +104,8 @@ def _head(e: DecodeExplanation) -> Iterator[str]:
 def _work(e: DecodeExplanation) -> Iterator[str]:
     work = e.work
     yield "work"
-    yield row("blocks of 64 rows", f"{work.row_blocks}", f"{e.shape.seqlen_q} tokens * {e.shape.num_heads_q} heads")
+    yield row("blocks of 64 rows", f"{work.row_blocks}",
+              f"{e.shape.seqlen_q} tokens * {e.shape.num_heads_q} heads; of 32 or 16 rows where keys are few")
     yield row("parts", f"{work.parts}", f"of {work.tiles} tiles of keys: {work.tiles / work.parts:.1f} each")
     yield row("FLOPs", si(work.flops, ""), f"issued, with padding: {si(work.flops_issued, '')}")
     yield row("bytes, each once", si(work.bytes_once, "B"),

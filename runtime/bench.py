@@ -68,11 +68,11 @@ def interleave(runs: Mapping[str, Run], rounds: int = ROUNDS, warmup: int = WARM
 def row_of(case: Case, variant: str, medians: Mapping[str, float], refused: Mapping[str, str]) -> dict[str, Any]:
     """A row of the results. `ratio` is our speed over the best peer's, None without a peer."""
     ours = medians[OURS]
-    peers = {name: _digits(ms) for name, ms in medians.items() if name != OURS}
+    peers = {name: digits(ms) for name, ms in medians.items() if name != OURS}
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(case).items()}
-    return {"case": {**values, "variant": variant}, "ours_ms": _digits(ours),
-            "peers": peers, "refused": dict(refused), "tflops": _digits(case.flops / ours / 1e9),
-            "gbps": _digits(case.bytes / ours / 1e6), "ratio": _digits(min(peers.values()) / ours) if peers else None}
+    return {"case": {**values, "variant": variant}, "ours_ms": digits(ours),
+            "peers": peers, "refused": dict(refused), "tflops": digits(case.flops / ours / 1e9),
+            "gbps": digits(case.bytes / ours / 1e6), "ratio": digits(min(peers.values()) / ours) if peers else None}
 
 
 def case_of(row: Mapping[str, Any]) -> Case:
@@ -82,7 +82,7 @@ def case_of(row: Mapping[str, Any]) -> Case:
     return Case(**values)
 
 
-def _digits(value: float) -> float:
+def digits(value: float) -> float:
     """Five significant ones: more than two runs share."""
     return float(f"{value:.5g}")
 

@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.errors import SpecError, UnsupportedError, VerifyError
-from flashgen.runtime.bench import CALLS_PER_GRAPH, OURS, ROUNDS, Call, Refused, document, gpu_folder, interleave
+from flashgen.runtime.bench import (
+    CALLS_PER_GRAPH,
+    OURS,
+    ROUNDS,
+    Call,
+    Refused,
+    digits,
+    document,
+    gpu_folder,
+    interleave,
+)
 from flashgen.runtime.bench_cases import ROOT, combinations
 
 if TYPE_CHECKING:
@@ -99,15 +109,11 @@ def row_of(case: MlaCase, spec: Spec, medians: Mapping[str, float], refused: Map
            ) -> dict[str, Any]:
     """A row of the results. `speed` is ours over the mark's, `ratio` over the best peer's; None without one."""
     ms = medians[OURS]
-    peers = {name: _digits(other) for name, other in medians.items() if name != OURS}
-    return {"case": {**asdict(case), "variant": f"{spec.variant}.{spec.arch}"}, "ours_ms": _digits(ms),
-            "mark_ms": mark, "speed": mark and _digits(mark / ms), "peers": peers, "refused": dict(refused),
-            "ratio": _digits(min(peers.values()) / ms) if peers else None,
-            "tflops": _digits(case.flops / ms / 1e9), "gbps": _digits(case.bytes / ms / 1e6)}
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.5g}")
+    peers = {name: digits(other) for name, other in medians.items() if name != OURS}
+    return {"case": {**asdict(case), "variant": f"{spec.variant}.{spec.arch}"}, "ours_ms": digits(ms),
+            "mark_ms": mark, "speed": mark and digits(mark / ms), "peers": peers, "refused": dict(refused),
+            "ratio": digits(min(peers.values()) / ms) if peers else None,
+            "tflops": digits(case.flops / ms / 1e9), "gbps": digits(case.bytes / ms / 1e6)}
 
 
 def geomeans_by_heads(rows: Sequence[Mapping[str, Any]], figure: str = "speed") -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from flashgen.codegen.spec import Spec, load_specs, spec_path
 from flashgen.errors import SpecError
-from flashgen.runtime.bench import CALLS_PER_GRAPH, OURS, Call, Refused, Run, document, interleave, sets_needed
+from flashgen.runtime.bench import CALLS_PER_GRAPH, OURS, Call, Refused, Run, digits, document, interleave, sets_needed
 from flashgen.runtime.bench_cases import Case, cases_of, read_grid
 
 PEERS = ("flex", "built-in")
@@ -159,9 +159,6 @@ def _measure(device: Device, case: VariantCase, peers: Sequence[str], rounds: in
 def row_of(case: VariantCase, pairs: int, timer: str, medians: Mapping[str, float],
            refused: Mapping[str, str]) -> dict[str, Any]:
     """`speed`: ours over each peer's. `pairs`: visible ones, over all heads and sequences."""
-    def digits(value: float) -> float:
-        return float(f"{value:.5g}")
-
     ours, problem = medians[OURS], case.case
     peers = {name: digits(ms) for name, ms in medians.items() if name != OURS}
     expressions = case.spec.expressions.signature if case.spec else ""

@@ -37,7 +37,7 @@ def mla_values(plan: Plan, *, num_sms: int, batch: int, seqlen_q: int, num_heads
 
     `strides` in elements: q_batch_stride, q_row_stride (row = token * num_heads + head), kv_page_stride, kv_row_stride.
     A dense cache is num_pages = batch pages of page_size = seqlen_kv rows. `partials_floats` and `counter_words` are
-    the sizes of those arrays, `blocks` what the schedule must have been made for.
+    the sizes of those arrays; the schedule must have been made for the same sizes.
     """
     blocks = num_blocks(num_sms, seqlen_q, num_heads_q)
     return {
@@ -46,7 +46,7 @@ def mla_values(plan: Plan, *, num_sms: int, batch: int, seqlen_q: int, num_heads
         "kv_rows": page_size, "q_rows": seqlen_q * num_heads_q, "num_heads": num_heads_q, "seqlen_q": seqlen_q,
         "max_pages": max_pages, "page_size": page_size,
         "hidden_keys": seqlen_q - 1 if causal else 0,
-        "lse_counts_sink": int(lse_counts_sink), "scale_log2": softmax_scale * LOG2_E, "blocks": blocks,
+        "lse_counts_sink": int(lse_counts_sink), "scale_log2": softmax_scale * LOG2_E,
         "grid_x": blocks, "cooperative": 1, "partials_floats": 2 * blocks * plan.constant("PART_FLOATS"),
         "counter_words": 2 * blocks,
     }
