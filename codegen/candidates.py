@@ -318,7 +318,7 @@ def _units(plan: Plan, spec: Spec, shape: Shape, tiles: TileCounts) -> Mapping[s
     m, n = plan.constant("BLOCK_M"), plan.constant("BLOCK_N")
     columns_qk, columns = plan.constant("MMA_COLS_QK"), plan.constant("MMA_COLS_QK") + plan.constant("MMA_COLS_V")
     scores, trips = _scores(plan, spec, shape), _heads(shape) * tiles.visited
-    rows = _rows_alone(plan)
+    rows = plan.rows_alone
     if plan.wgmma_shapes:  # each warpgroup's products read both operands of the first and one of the second
         read = rows * columns_qk + n * columns
     else:
@@ -340,17 +340,13 @@ def _units(plan: Plan, spec: Spec, shape: Shape, tiles: TileCounts) -> Mapping[s
 
 def _scores(plan: Plan, spec: Spec, shape: Shape) -> int:
     """Of whole tiles, over all heads and sequences."""
-    rows = _rows_alone(plan)
+    rows = plan.rows_alone
     return _heads(shape) * _tiles(plan, spec, shape, rows).visited * rows * plan.constant("BLOCK_N")
 
 
-def _rows_alone(plan: Plan) -> int:
-    """Query rows that leave out the key tiles that none of them sees: a warpgroup's, or a block's."""
-    return WARPGROUP_ROWS if plan.wgmma_shapes else plan.constant("BLOCK_M")
-
-
 def _tiles(plan: Plan, spec: Spec, shape: Shape, rows: int) -> TileCounts:
-    return _counted(shape.seqlen_q, shape.seqlen_kv, rows, plan.constant("BLOCK_N"), _window(spec, shape))
+    return _counted(shape.seqlen_q, shape.seqlen_kv, rows, plan.constant("BLOCK_N"), _window(spec, shape),
+                    group=plan.rows_alone)
 
 
 _counted = functools.lru_cache(maxsize=4096)(tile_counts)  # the same for all stages, warps and schedules

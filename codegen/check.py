@@ -85,7 +85,7 @@ def check(specs: Sequence[Spec], seqlen_q: int = 2048, seqlen_kv: int | None = N
     if mask is None:
         return Check(spec, plan, len(specs), None, (0, False), texts)
     question = Question(mask, seqlen_q, seqlen_kv, spec.align == "top_left", values)
-    tiles = tile_map(question, plan.constant("BLOCK_M"), plan.constant("BLOCK_N"))
+    tiles = tile_map(question, plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), plan.rows_alone)
     return Check(spec, plan, len(specs), tiles, pairs_of(question, tiles), texts)
 
 

@@ -212,11 +212,11 @@ def _seen(plan: Plan, spec: Spec, shape: Shape) -> _Seen:
     block_m, block_n, mask = plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), spec.expressions.mask
     if mask is None:
         window = (-1, 0) if spec.causal else shape.window
-        return _Seen(tile_counts(shape.seqlen_q, shape.seqlen_kv, block_m, block_n, window),
+        return _Seen(tile_counts(shape.seqlen_q, shape.seqlen_kv, block_m, block_n, window, group=plan.rows_alone),
                      visible_pairs(shape.seqlen_q, shape.seqlen_kv, window))
     values = {param.name: param.default for param in spec.expressions.params if isinstance(param, ScalarParam)}
     question = Question(mask, shape.seqlen_q, shape.seqlen_kv, spec.align == "top_left", values)
-    tiles = tile_map(question, block_m, block_n)
+    tiles = tile_map(question, block_m, block_n, plan.rows_alone)
     return _Seen(tiles.counts(), *pairs_of(question, tiles), tiles.unknown)
 
 

@@ -52,19 +52,29 @@ def kv_tiles(top: KeyRange, bottom: KeyRange, block_n: int) -> KvTiles:
     return KvTiles(begin, full_begin, full_end, end)
 
 
+def query_tiles(seqlen_q: int, block_m: int, group: int = 0) -> list[tuple[int, int]]:
+    """First and last query of each query tile. Of queries that tiles do not divide, the last tile has fewer; with a
+    `group`, the queries of a warpgroup, the first of several tiles has whole groups less (templates/fa3/units.cuh.j2).
+    """
+    group = group or block_m
+    surplus = -(-seqlen_q // block_m) * block_m - -(-seqlen_q // group) * group if seqlen_q > block_m else 0
+    return [(max(end - block_m, 0), min(end, seqlen_q) - 1)
+            for end in range(block_m - surplus, seqlen_q + block_m, block_m) if end - block_m < seqlen_q]
+
+
 def tile_counts(seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, window: tuple[int, int] = (-1, -1),
-                top_left: bool = False) -> TileCounts:
+                top_left: bool = False, group: int = 0) -> TileCounts:
+    """`group` as query_tiles takes it."""
     def keys(row: int) -> KeyRange:
         return visible_keys(row, seqlen_q, seqlen_kv, window, top_left)
 
-    query_tiles, visited, masked, keys_loaded = 0, 0, 0, 0
-    for start in range(0, seqlen_q, block_m):
-        tiles = kv_tiles(keys(start), keys(min(start + block_m, seqlen_q) - 1), block_n)
-        query_tiles += 1
+    spans, visited, masked, keys_loaded = query_tiles(seqlen_q, block_m, group), 0, 0, 0
+    for first, last in spans:
+        tiles = kv_tiles(keys(first), keys(last), block_n)
         visited += tiles.end - tiles.begin
         masked += tiles.end - tiles.begin - (tiles.full_end - tiles.full_begin)
         keys_loaded += max(min(tiles.end * block_n, seqlen_kv) - tiles.begin * block_n, 0)
-    return TileCounts(query_tiles, visited, masked, keys_loaded)
+    return TileCounts(len(spans), visited, masked, keys_loaded)
 
 
 def visible_pairs(seqlen_q: int, seqlen_kv: int, window: tuple[int, int] = (-1, -1), top_left: bool = False) -> int:

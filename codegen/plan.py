@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES, Target
+from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 from flashgen.codegen.wgmma import WgmmaShape
 from flashgen.errors import PlanError
 
@@ -185,6 +186,11 @@ class Plan:
 
     def constant(self, name: str) -> int:
         return next(c.value for c in self.constants if c.name == name)
+
+    @property
+    def rows_alone(self) -> int:
+        """Query rows that leave out the key tiles that none of them sees: a warpgroup's, or a block's."""
+        return WARPGROUP_ROWS if self.wgmma_shapes else self.constant("BLOCK_M")
 
     def spec_value(self, name: str) -> object:
         return dict(self.spec)[name]

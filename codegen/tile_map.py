@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flashgen.codegen.expr_spans import HIDDEN, SEEN, Span, Value, compiled
 from flashgen.codegen.expr_tree import Expr, Index, Name, Op, walk
-from flashgen.codegen.mask import TileCounts
+from flashgen.codegen.mask import TileCounts, query_tiles
 
 SKIP, PARTIAL, FULL = 0, 1, 2
 _CLASS = {SEEN: FULL, HIDDEN: SKIP, SEEN | HIDDEN: PARTIAL}
@@ -18,6 +18,7 @@ class TileMap:
     """Classes of tiles, of one head and sequence; rows are query tiles, columns tiles of keys."""
 
     cells: tuple[bytes, ...]
+    queries: tuple[tuple[int, int], ...]  # first and last of each query tile
     block_m: int
     block_n: int
     seqlen_q: int
@@ -38,8 +39,8 @@ class TileMap:
     @property
     def pairs(self) -> int:
         """(query, key) pairs of visited tiles: an upper bound of what the mask leaves."""
-        return sum(self._keys(row) * (min((i + 1) * self.block_m, self.seqlen_q) - i * self.block_m)
-                   for i, row in enumerate(self.cells))
+        return sum(self._keys(row) * (last + 1 - first)
+                   for row, (first, last) in zip(self.cells, self.queries, strict=True))
 
     def _keys(self, row: bytes) -> int:
         return sum(min((column + 1) * self.block_n, self.seqlen_kv) - column * self.block_n
@@ -80,15 +81,18 @@ class Question:
         return tuple(names)
 
 
-def tile_map(question: Question, block_m: int, block_n: int) -> TileMap:
-    """Boxes of many tiles first: what is settled for a box is so for each of its tiles, as the kernel finds them."""
+def tile_map(question: Question, block_m: int, block_n: int, group: int = 0) -> TileMap:
+    """Boxes of many tiles first: what is settled for a box is so for each of its tiles, as the kernel finds them.
+    `group` as mask.query_tiles takes it.
+    """
     bits = compiled(question.mask, question.known())
-    rows, columns = -(-question.seqlen_q // block_m), -(-question.seqlen_kv // block_n)
+    queries = query_tiles(question.seqlen_q, block_m, group)
+    rows, columns = len(queries), -(-question.seqlen_kv // block_n)
     cells = [bytearray(columns) for _ in range(rows)]
     boxes = [(0, rows, 0, columns)] if rows and columns else []
     while boxes:
         r0, r1, c0, c1 = boxes.pop()
-        q = (question.first + r0 * block_m, question.first + min(r1 * block_m, question.seqlen_q) - 1)
+        q = (question.first + queries[r0][0], question.first + queries[r1 - 1][1])
         found = bits(q, (c0 * block_n, min(c1 * block_n, question.seqlen_kv) - 1))
         if found == SEEN | HIDDEN and (r1 - r0, c1 - c0) != (1, 1):
             boxes += _halves(r0, r1, c0, c1)
@@ -98,7 +102,7 @@ def tile_map(question: Question, block_m: int, block_n: int) -> TileMap:
     if question.seqlen_kv % block_n:  # the last tile has keys that do not exist
         for cell in cells:
             cell[-1] = min(cell[-1], PARTIAL)
-    return TileMap(tuple(map(bytes, cells)), block_m, block_n, question.seqlen_q, question.seqlen_kv,
+    return TileMap(tuple(map(bytes, cells)), tuple(queries), block_m, block_n, question.seqlen_q, question.seqlen_kv,
                    question.unknown())
 
 

@@ -224,6 +224,25 @@ FG_DEVICE int ordered_tile(const Params& p, int tile) {
   return (first_head + place % heads_here) * p.m_tiles + place / heads_here;
 }
 
+// Which queries a tile has. Tiles are counted from the end: where they do not divide the queries, the first one has fewer
+// warpgroups at work, since under a causal mask it has the fewest keys, and is the last of its head to be taken.
+FG_DEVICE int first_group(const Params& p, const Work& w) {  // of groups of queries, one for each warpgroup
+  const int groups = (w.seqlen_q + group_queries(p) - 1) / group_queries(p);
+  return groups <= WARPGROUPS ? 0 : groups - ((groups - 1) / WARPGROUPS + 1 - w.m_tile) * WARPGROUPS;
+}
+// The first of a warpgroup's queries; past the end if it has none.
+FG_DEVICE int first_query(const Params& p, const Work& w, int warpgroup) {
+  const int group = first_group(p, w) + warpgroup;
+  return group < 0 ? w.seqlen_q : group * group_queries(p);
+}
+struct QuerySpan {
+  int first, last;
+};
+FG_DEVICE QuerySpan queries_of(const Params& p, const Work& w) {
+  const int group = first_group(p, w), queries = group_queries(p);
+  return {max_int(group, 0) * queries, min_int((group + WARPGROUPS) * queries, w.seqlen_q) - 1};
+}
+
 // Units of work, and how the load warp announces them to the others.
 struct TileRange {
   int begin, end;
@@ -248,8 +267,8 @@ FG_DEVICE KvTiles tiles_of_queries(const Params& p, const Work& w, int first, in
                            visible_keys(p, last, w.seqlen_q, w.seqlen_kv));
 }
 FG_DEVICE KvTiles tiles_of_work(const Params& p, const Work& w) {
-  const int queries = WARPGROUPS * group_queries(p);
-  return tiles_of_queries(p, w, w.m_tile * queries, queries);
+  const QuerySpan queries = queries_of(p, w);
+  return tiles_of_queries(p, w, queries.first, queries.last - queries.first + 1);
 }
 
 // Where a unit of work is: the tile, in order, and which part of its keys.
@@ -280,9 +299,9 @@ FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work
   const int lane = threadIdx.x % WARP_SIZE;
   const TileRange range = unit_tiles.range;
   if (lane < WARPGROUPS) {
-    const int first_query = (work.m_tile * WARPGROUPS + lane) * group_queries(p);
-    KvTiles tiles = tiles_of_queries(p, work, first_query, group_queries(p));
-    tiles.end = first_query < work.seqlen_q ? clamp_int(tiles.end, range.begin + 1, range.end) : range.begin + 1;
+    const int first = first_query(p, work, lane);
+    KvTiles tiles = tiles_of_queries(p, work, first, group_queries(p));
+    tiles.end = first < work.seqlen_q ? clamp_int(tiles.end, range.begin + 1, range.end) : range.begin + 1;
     a.warpgroup[lane] = tiles;
   }
   if (lane == 0) {
@@ -391,7 +410,7 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
       queries.wait_empty(barriers + Q_EMPTY + w * Q_STAGES);
       if (threadIdx.x % WARP_SIZE == 0)
         load_query_rows<QueryTile>(p, smem + SMEM_Q + (w * Q_STAGES + queries.stage) * QueryTile::BYTES, full, work,
-                                   (work.m_tile * WARPGROUPS + w) * group_queries(p));
+                                   first_query(p, work, w));
     }
     queries.advance();
     assignments.advance();
@@ -481,7 +500,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     const int warpgroup = this_warpgroup();
     const Assignment& a = assignments.current();
     const Work& work = a.work;
-    const int first_row = (first_lane(work.m_tile) * WARPGROUPS + warpgroup) * group_queries(p) * rows_per_query(p);
+    const int first_row = first_lane(first_query(p, work, warpgroup)) * rows_per_query(p);
     const int row = first_row + lane_row;
     const int begin = first_lane(a.range.begin);
     const KvTiles tiles = uniform_copy(a.warpgroup[warpgroup]);

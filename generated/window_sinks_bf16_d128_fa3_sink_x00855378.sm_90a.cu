@@ -287,6 +287,25 @@ FG_DEVICE int ordered_tile(const Params& p, int tile) {
   return (first_head + place % heads_here) * p.m_tiles + place / heads_here;
 }
 
+// Which queries a tile has. Tiles are counted from the end: where they do not divide the queries, the first one has fewer
+// warpgroups at work, since under a causal mask it has the fewest keys, and is the last of its head to be taken.
+FG_DEVICE int first_group(const Params& p, const Work& w) {  // of groups of queries, one for each warpgroup
+  const int groups = (w.seqlen_q + group_queries(p) - 1) / group_queries(p);
+  return groups <= WARPGROUPS ? 0 : groups - ((groups - 1) / WARPGROUPS + 1 - w.m_tile) * WARPGROUPS;
+}
+// The first of a warpgroup's queries; past the end if it has none.
+FG_DEVICE int first_query(const Params& p, const Work& w, int warpgroup) {
+  const int group = first_group(p, w) + warpgroup;
+  return group < 0 ? w.seqlen_q : group * group_queries(p);
+}
+struct QuerySpan {
+  int first, last;
+};
+FG_DEVICE QuerySpan queries_of(const Params& p, const Work& w) {
+  const int group = first_group(p, w), queries = group_queries(p);
+  return {max_int(group, 0) * queries, min_int((group + WARPGROUPS) * queries, w.seqlen_q) - 1};
+}
+
 // Units of work, and how the load warp announces them to the others.
 // What the load warp announces to all others: a query tile. Its tiles of keys follow one by one, with the keys.
 struct Assignment {
@@ -366,13 +385,14 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
       continue;
     }
     announce(work, unit);
-    const int first_row = work.m_tile * BLOCK_M, last_row = min_int(first_row + BLOCK_M, work.seqlen_q) - 1;
-    const TileRows all_rows = tile_rows(p, work, first_row, last_row);
+    const QuerySpan rows = queries_of(p, work);
+    const TileRows all_rows = tile_rows(p, work, rows.first, rows.last);
     const auto classify = [&](int first, int last) { return tile_class(p, work, all_rows, first, last); };
     TileWalk walk((work.seqlen_kv + BLOCK_N - 1) / BLOCK_N, classify);
     // Each lane answers for a warpgroup, where the rows of all do not see all of a tile.
-    const bool answers = lane < WARPGROUPS && first_row + 64 * lane <= last_row && work.seqlen_kv > 0;
-    const int my_first = min_int(first_row + 64 * lane, last_row), my_last = min_int(my_first + 63, last_row);
+    const int own = first_query(p, work, lane);
+    const bool answers = lane < WARPGROUPS && own < work.seqlen_q && work.seqlen_kv > 0;
+    const int my_first = min_int(own, rows.last), my_last = min_int(my_first + 63, rows.last);
     const TileRows my_rows = tile_rows(p, work, my_first, my_last);
     const auto my_class = [&](const TileRun& run) {
       if (!run.partial) return SEEN;
@@ -433,7 +453,7 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
       queries.wait_empty(barriers + Q_EMPTY + w * Q_STAGES);
       if (threadIdx.x % WARP_SIZE == 0)
         load_query_rows<QueryTile>(p, smem + SMEM_Q + (w * Q_STAGES + queries.stage) * QueryTile::BYTES, full, work,
-                                   (work.m_tile * WARPGROUPS + w) * group_queries(p));
+                                   first_query(p, work, w));
     }
     queries.advance();
     assignments.advance();
@@ -531,7 +551,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     const int warpgroup = this_warpgroup();
     const Assignment& a = assignments.current();
     const Work& work = a.work;
-    const int first_row = (first_lane(work.m_tile) * WARPGROUPS + warpgroup) * group_queries(p) * rows_per_query(p);
+    const int first_row = first_lane(first_query(p, work, warpgroup)) * rows_per_query(p);
     const int row = first_row + lane_row;
     const auto visible = [&](int row) { return RowSight{p, work, row}; };
     const int tile = tile_of(here);

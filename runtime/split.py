@@ -84,7 +84,8 @@ def cut_tail(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv
         places = [(tiles - left + i) % m_tiles for i in range(left)]
     lengths = Counter[int]()
     for place, count in Counter(places).items():
-        last_row = min((m_tiles - place) * queries, seqlen_q) - 1
+        # Tiles end with the last group of queries (first_group in templates/fa3/units.cuh.j2).
+        last_row = min(round_up(seqlen_q, queries * WARPGROUP_ROWS // cut.rows) - place * queries, seqlen_q) - 1
         last_key = last_row + (0 if top_left else seqlen_kv - seqlen_q) if cut.causal else seqlen_kv
         # As num_parts in templates/fa3/unit_tiles.cuh.j2 counts them.
         lengths[max(min(last_key, seqlen_kv - 1), 0) // cut.keys + 1] += count

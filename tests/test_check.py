@@ -72,8 +72,8 @@ def brute(spec: Spec, tiles: Any, values: dict[str, Any]) -> list[list[int]]:
                            "seqlen_kv": tiles.seqlen_kv, **values}, np)
     seen = np.broadcast_to(seen, (tiles.seqlen_q, tiles.seqlen_kv))
     found = []
-    for first in range(0, tiles.seqlen_q, tiles.block_m):
-        rows = seen[first:first + tiles.block_m]
+    for first, last in tiles.queries:
+        rows = seen[first:last + 1]
         found.append([SKIP if not tile.any() else FULL if tile.all() and tile.shape[1] == tiles.block_n else PARTIAL
                       for tile in (rows[:, at:at + tiles.block_n] for at in range(0, tiles.seqlen_kv, tiles.block_n))])
     return found

@@ -92,8 +92,10 @@ FAULTS = {
     "values read as keys": (
         "turns, parts, output over queries", "kernel", "", "descriptor(smem + SMEM_V)", "descriptor(smem + SMEM_K)"),
     "another warpgroup's queries": (
-        "turns, output apart", "kernel", "", "work,\n                                   (work.m_tile * WARPGROUPS + w)",
-        "work,\n                                   (work.m_tile * WARPGROUPS)"),
+        "turns, output apart", "kernel", "", "first_query(p, work, w)", "first_query(p, work, 0)"),
+    "idle warpgroups at the end": (
+        "tickets, output over queries", "kernel", "", "/ WARPGROUPS + 1 - w.m_tile) * WARPGROUPS",
+        "/ WARPGROUPS + 1 - w.m_tile) * WARPGROUPS + 1"),
     "output not rescaled": ("tickets, output over queries", "kernel", "error", "rescale.apply(o);", ""),
     "sum not rescaled": (
         "tickets, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= rescale.factor[h];", ""),

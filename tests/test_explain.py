@@ -17,7 +17,7 @@ from flashgen.codegen.explain import Explanation, Shape, explain, explain_plan, 
 from flashgen.codegen.explain_mla import DecodeExplanation
 from flashgen.codegen.explain_text import BAR_WIDTH, bar, si
 from flashgen.codegen.lower import lower
-from flashgen.codegen.mask import KeyRange, kv_tiles, tile_counts, visible_keys, visible_pairs
+from flashgen.codegen.mask import KeyRange, kv_tiles, query_tiles, tile_counts, visible_keys, visible_pairs
 from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Role, TensorMap, verify
 from flashgen.codegen.render import TEMPLATES
 from flashgen.codegen.smem import layout_regions
@@ -53,6 +53,17 @@ def test_visible_keys_and_pairs(seqlen_q: int, seqlen_kv: int, mask: dict[str, A
         keys = visible_keys(i, seqlen_q, seqlen_kv, **mask)
         assert row == set(range(keys.first, keys.last + 1))
     assert visible_pairs(seqlen_q, seqlen_kv, **mask) == sum(map(len, rows))
+
+
+@given(lengths, st.integers(1, 4), st.integers(1, 70))
+def test_query_tiles(seqlen_q: int, groups: int, group: int) -> None:
+    """Each query once, in order; all tiles but one whole: the last, or the first, which has whole groups."""
+    for spans in (query_tiles(seqlen_q, groups * group), query_tiles(seqlen_q, groups * group, group)):
+        assert [i for first, last in spans for i in range(first, last + 1)] == list(range(seqlen_q))
+        assert len(spans) == -(-seqlen_q // (groups * group))
+        assert all(last + 1 - first == groups * group for first, last in spans[1:-1])
+    if len(spans) > 1:
+        assert (spans[0][1] + 1) % group == 0 and -(-(spans[-1][1] + 1 - spans[-1][0]) // group) == groups
 
 
 @given(lengths, lengths, masks, blocks, blocks)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tensor_map_kit import fa3_like
 from test_values import SMS, call, plan_of
 
+from flashgen.codegen.mask import query_tiles
 from flashgen.runtime.bench_cases import ROOT
 from flashgen.runtime.split import (
     BYTES_PER_TILE,
@@ -87,16 +88,16 @@ def test_the_number_of_parts_is_one_of_the_fastest(row: dict[str, Any]) -> None:
 def test_causal_tiles_are_as_long_as_the_kernel_finds_them(top_left: bool, heads: int, seqlen_q: int, seqlen_kv: int,
                                                            num_sms: int) -> None:
     """The host counts the units that the kernel counts, tile by tile in its order: else it would wait forever."""
-    cutting = Cutting(64, 16, True, False, 64, 64, 2)
+    cutting = Cutting(192, 16, True, False, 64, 64, 2)
     shape = dict(batch=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=heads, num_heads_kv=1, top_left=top_left)
     found = cut_tail(cutting, num_sms, **shape)  # type: ignore[arg-type]
-    m_tiles = math.ceil(seqlen_q / 64)
+    spans = query_tiles(seqlen_q, 192, 64)
+    m_tiles = len(spans)
     order = sections(cutting, num_sms, heads, m_tiles, seqlen_kv, heads)
     units = found.full_tiles
     for tile in range(found.full_tiles, heads * m_tiles):
         m_tile = m_tiles - 1 - ordered_tile(tile, m_tiles, **order) % m_tiles
-        last_row = min(64 * (m_tile + 1), seqlen_q) - 1
-        keys = min(last_row + (0 if top_left else seqlen_kv - seqlen_q), seqlen_kv - 1) + 1
+        keys = min(spans[m_tile][1] + (0 if top_left else seqlen_kv - seqlen_q), seqlen_kv - 1) + 1
         units += math.ceil(max(math.ceil(keys / 16), 1) / found.tiles_per_part)
     assert found.num_units == units
 

@@ -63,7 +63,7 @@ def lower(spec: Spec, target: Target) -> Plan:
     slow = mask == "expression" or spec.expressions.score is not None
     pingpong = (spec.schedule or ("pingpong" if slow else tile.schedule)) == "pingpong" and groups > 1
     packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
-    order = "longest_first" if varlen or (mask != "full" and not packed) else "in_order"
+    order = "in_order" if packed else "longest_first"
     # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
     poisonable = varlen or mask != "full"
     barriers = _barriers(tile, groups, poisonable)
