@@ -69,7 +69,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "fa2": {"m": (64, 128, 192, 256), "n": _KEYS, "warps": (4, 8), "stages": _STAGES, "blocks_per_sm": (1, 2, 3, 4),
             "q_operand": ("shared", "registers")},
     "fa3": {"m": tuple(WARPGROUP_ROWS * count for count in _WARPGROUPS), "n": _KEYS, "stages": _STAGES,
-            "q_stages": (1, 2), "schedule": ("overlap", "pingpong")},
+            "q_stages": (1, 2), "p_operand": ("registers", "shared"), "schedule": ("overlap", "pingpong")},
 }
 # What a refusal is counted under, by a word of its text; the first that occurs.
 _REFUSALS = {"registers": "more registers than a thread has", "shared memory": "more shared memory than there is",
@@ -88,18 +88,19 @@ class Tiling:
     blocks_per_sm: int | None = None
     q_operand: str | None = None
     q_stages: int | None = None
+    p_operand: str | None = None
     schedule: str | None = None
 
     def __str__(self) -> str:
         more = (f"{self.blocks_per_sm} blocks, q in {self.q_operand}" if self.q_operand
-                else f"{self.q_stages} query stages, {self.schedule}")
+                else f"{self.q_stages} query stages, p in {self.p_operand}, {self.schedule}")
         return f"{self.m} x {self.n}, {self.warps} warps, {self.stages} stages, {more}"
 
     def applied_to(self, spec: Spec) -> Spec:
         """The spec with these fields explicit. SpecError where they break its rules."""
         return spec.with_(tile=Tile(m=self.m, n=self.n), roles=Roles(mma=self.warps), stages=self.stages,
                           blocks_per_sm=self.blocks_per_sm, q_operand=self.q_operand, q_stages=self.q_stages,
-                          schedule=self.schedule)
+                          p_operand=self.p_operand, schedule=self.schedule)
 
 
 @dataclass(frozen=True)
@@ -225,13 +226,13 @@ def present_tiling(spec: Spec) -> Tiling:
     """What the variant gets today: the table's row, with the spec's own fields in place."""
     row = overridden(spec, present_row(spec))
     own = ({"blocks_per_sm": row.blocks_per_sm, "q_operand": row.q_operand} if spec.family == "fa2" else
-           {"q_stages": row.q_stages, "schedule": spec.schedule or row.schedule})
+           {"q_stages": row.q_stages, "p_operand": row.p_operand, "schedule": spec.schedule or row.schedule})
     return Tiling(row.m, row.n, row.warps, row.stages, **own)  # type: ignore[arg-type]
 
 
 def _fixed(spec: Spec) -> dict[str, tuple[Any, ...]]:
     """The axes that the spec sets itself, each with its one value."""
-    values = {name: getattr(spec, name) for name in ("stages", "blocks_per_sm", "q_operand", "q_stages", "schedule")}
+    values = {name: getattr(spec, name) for name in ("stages", "blocks_per_sm", "q_operand", "q_stages", "p_operand", "schedule")}
     if spec.tile is not None:
         values |= {"m": spec.tile.m, "n": spec.tile.n}
     if spec.roles is not None:

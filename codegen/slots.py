@@ -103,6 +103,8 @@ ORDERS: dict[str, tuple[Param, ...]] = {
                       Param("heads_at_the_end", "i32", "in the last section")),
 }
 
+WEIGHTS = ("registers", "shared")  # where the A operand of the value product is
+
 ROWS: dict[str, tuple[Param, ...]] = {
     "plain": (),
     "packed": (Param("group_queries", "i32", "of a warpgroup: as many as fit into 64 rows, with all heads"),),
@@ -110,6 +112,7 @@ ROWS: dict[str, tuple[Param, ...]] = {
 
 SLOTS: dict[str, tuple[str, ...]] = {"layout": (*LAYOUTS, "packed"), "rows": tuple(ROWS), "score": tuple(SCORES),
                                      "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS),
+                                     "weights": WEIGHTS,
                                      "cache": ("dense", "pages"), "copy": ("boxes", "rows")}
 
 

@@ -126,6 +126,10 @@ class Spec(_Frozen):
     q_stages: Annotated[int | None, _row(
         "query tiles in flight per warpgroup; nothing means that the plan decides", "tiles", override=True,
         family="fa3", others="its blocks have one query tile each", ge=1, le=2)] = None
+    p_operand: Annotated[Literal["registers", "shared"] | None, _row(
+        "where the weights are that are multiplied with the values: shared memory leaves registers to wider key tiles; "
+        "nothing means that the plan decides", override=True, family="fa3",
+        others="its products take them from registers")] = None
     schedule: Annotated[Literal["overlap", "pingpong"] | None, _row(
         "what runs under a softmax. overlap: the value product of the key tile before; pingpong: also the products of "
         "the other warpgroups, which take turns; nothing means that the plan decides",
@@ -186,6 +190,7 @@ class Spec(_Frozen):
             (self.blocks_per_sm, f"b{self.blocks_per_sm}"),
             (self.q_operand, {"shared": "qsmem", "registers": "qreg"}.get(self.q_operand or "", "")),
             (self.q_stages, f"q{self.q_stages}"),
+            (self.p_operand, {"shared": "psmem", "registers": "preg"}.get(self.p_operand or "", "")),
             (self.schedule, f"{self.schedule}"),
             (self.split, "split"),
             (self.pack_gqa, "packed"),

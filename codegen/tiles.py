@@ -28,6 +28,7 @@ class TileRow:
     q_stages: int = 1                 # fa3: query tiles in flight per warpgroup
     schedule: str = "overlap"         # fa3: or "pingpong", in which warpgroups take turns to issue products
     splits: frozenset[bool] = frozenset({False, True})  # fa3: for kernels that split keys (True), or do not
+    p_operand: str = "registers"      # fa3: where the A operand of the value product is: or in "shared" memory
 
 
 ANY = frozenset({"full", "causal", "window"})

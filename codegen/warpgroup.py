@@ -20,7 +20,7 @@ class RegisterNeed:
     """Registers of one thread of a warpgroup that keeps scores, probabilities and output of 64 query rows."""
 
     scores: int         # fp32, one key tile
-    probabilities: int  # 16 bits each, the tile before: operand of the value product
+    probabilities: int  # 16 bits each, the tile before: operand of the value product, if that is in registers
     out: int            # fp32
     overhead: int = OVERHEAD_REGISTERS
 
@@ -33,8 +33,9 @@ class RegisterNeed:
                 f"{self.total}")
 
 
-def register_need(block_n: int, cols_v: int) -> RegisterNeed:
+def register_need(block_n: int, cols_v: int, p_operand: str = "registers") -> RegisterNeed:
     """For key tiles of `block_n` keys and `cols_v` columns of output: 64 rows over 128 threads."""
     def per_thread(columns: int) -> int:
         return WARPGROUP_ROWS * columns // WARPGROUP_THREADS
-    return RegisterNeed(per_thread(block_n), per_thread(block_n) // 2, per_thread(cols_v))
+    packed = per_thread(block_n) // 2 if p_operand == "registers" else 0
+    return RegisterNeed(per_thread(block_n), packed, per_thread(cols_v))

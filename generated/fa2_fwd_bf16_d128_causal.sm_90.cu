@@ -21,6 +21,7 @@
 //   blocks_per_sm: None
 //   q_operand: None
 //   q_stages: None
+//   p_operand: None
 //   schedule: None
 //   split: False
 //   pack_gqa: False

@@ -21,6 +21,7 @@
 //   blocks_per_sm: None
 //   q_operand: None
 //   q_stages: None
+//   p_operand: None
 //   schedule: None
 //   split: False
 //   pack_gqa: False
@@ -31,6 +32,7 @@
 //   score: none
 //   mask: causal
 //   order: longest_first
+//   weights: registers
 // roles
 //   load: 4 warps, 40 registers per thread
 //   mma: 8 warps, 232 registers per thread
@@ -222,6 +224,21 @@ FG_DEVICE int ordered_tile(const Params& p, int tile) {
   const int heads_here = first_head < p.heads_before_the_end ? p.heads_per_section : p.heads_at_the_end;
   const int place = tile - first_head * p.m_tiles;
   return (first_head + place % heads_here) * p.m_tiles + place / heads_here;
+}
+
+// weights: registers. The fragments of scores are, packed, those of the value product's operand.
+struct Weights {
+  uint32_t fragments[BLOCK_N / 16][4];
+};
+FG_DEVICE Weights place_of_weights(unsigned char* smem, int warpgroup) { return {}; }
+FG_DEVICE void keep(Weights& weights, const float (&s)[1][BLOCK_N / 8][4]) { pack_weights<Element>(weights.fragments, s); }
+FG_DEVICE void clear(Weights& weights) { fill_zero(weights.fragments); }
+FG_DEVICE void multiply_values(float (&o)[1][MMA_COLS_V / 8][4], Weights& weights, uint64_t v_desc) {
+  issue_values<ValueTile, Element>(o, weights.fragments, v_desc);
+}
+template <int PENDING>
+FG_DEVICE void wait_for_values(float (&o)[1][MMA_COLS_V / 8][4], Weights& weights) {
+  wgmma_wait<PENDING>(registers_of(o), weights.fragments);
 }
 
 // Which queries a tile has. Tiles are counted from the end: where they do not divide the queries, the first one has fewer
@@ -461,7 +478,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   tie_registers(v_desc);
   float s[1][BLOCK_N / 8][4];
   float o[1][MMA_COLS_V / 8][4];
-  uint32_t weights[BLOCK_N / 16][4];
+  Weights weights = place_of_weights(smem, this_warpgroup());
   const auto wait_for_queries = [&] {
     queries.wait_full(barriers + Q_FULL + this_warpgroup() * Q_STAGES);
     return AlongColumns<QueryTile>::descriptor(
@@ -473,7 +490,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   };
   const auto start_values = [&] {
     values.wait_full(barriers + V_FULL);
-    issue_values<ValueTile, Element>(o, weights, wgmma_descriptor_advance<ValueTile::BYTES>(v_desc, values.stage));
+    multiply_values(o, weights, wgmma_descriptor_advance<ValueTile::BYTES>(v_desc, values.stage));
   };
   const auto release = [&](uint64_t* empty, const Ring<NUM_STAGES>& ring) {
     if (lane == 0) mbarrier_arrive(empty + ring.stage);
@@ -514,7 +531,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       mask_scores(s, row, tile * BLOCK_N + lane_col, visible);
     exponentiate_exact<Element>(s, rows, p.scale_log2);
     fill_zero(o);
-    pack_weights<Element>(weights, s);
+    keep(weights, s);
     ++tile;
     // ---- tiles that every row sees whole
     rows.settle();
@@ -528,10 +545,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       release(barriers + K_EMPTY, keys);
       modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
       const Rescale rescale = exponentiate_stale<Element>(s, rows, p.scale_log2);
-      wgmma_wait<0>(registers_of(o), weights);
+      wait_for_values<0>(o, weights);
       release(barriers + V_EMPTY, values);
       advance();
-      pack_weights<Element>(weights, s);
+      keep(weights, s);
       rescale.apply(o);
     }
     // ---- tiles that the mask cuts on the right: masked
@@ -546,10 +563,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
       mask_scores(s, row, tile * BLOCK_N + lane_col, visible);
       const Rescale rescale = exponentiate_stale<Element>(s, rows, p.scale_log2);
-      wgmma_wait<0>(registers_of(o), weights);
+      wait_for_values<0>(o, weights);
       release(barriers + V_EMPTY, values);
       advance();
-      pack_weights<Element>(weights, s);
+      keep(weights, s);
       rescale.apply(o);
     }
 
@@ -559,7 +576,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     start_values();
     const int skipped = first_lane(a.range.end) - tiles.end;
     if (skipped > 0) {  // tiles that only later rows of the block see: pass them on, in the order of their loads
-      wgmma_wait<0>(registers_of(o), weights);
+      wait_for_values<0>(o, weights);
       release(barriers + V_EMPTY, values);
       for (int i = 0; i < skipped; ++i) {
         bar_sync_at<2 * 128>(my_turn);
@@ -579,7 +596,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       keys.wait_full(barriers + K_FULL);
     }
     start_scores(q_desc, more ? keys.stage : 0);  // at the end of idle numbers: a branch around it would serialise wgmma
-    wgmma_wait<1>(registers_of(o), weights);
+    wait_for_values<1>(o, weights);
     if (skipped == 0) release(barriers + V_EMPTY, values);
 
     // ---- epilogue

@@ -21,6 +21,7 @@
 //   blocks_per_sm: None
 //   q_operand: None
 //   q_stages: None
+//   p_operand: None
 //   schedule: None
 //   split: False
 //   pack_gqa: False
@@ -368,16 +369,6 @@ template <class Tile>
 FG_DEVICE void clear_rows(unsigned char* tile, int first) {
   for (int i = threadIdx.x % 128; i < (Tile::ROWS - first) * Tile::CHUNKS; i += 128)
     *reinterpret_cast<Chunk*>(tile + Tile::offset(first + i / Tile::CHUNKS, i % Tile::CHUNKS)) = {};
-}
-
-// Weights as the operand fragments of k-steps, into the warp's 16 rows of a tile.
-template <class Tile, int K_STEPS>
-FG_DEVICE void store_weights(unsigned char* tile, const uint32_t (&weights)[K_STEPS][4]) {
-  const int lane = threadIdx.x % WARP_SIZE, row = threadIdx.x % 128 / WARP_SIZE * 16 + lane % 16;
-  uint32_t offset = Tile::offset(row, lane / 16);
-  tie_registers(offset);  // the steps differ by an XOR; each would get a register of its own
-#pragma unroll
-  for (int k = 0; k < K_STEPS; ++k) stmatrix_x4(tile + (offset ^ (uint32_t)(2 * k * CHUNK_BYTES)), weights[k]);
 }
 
 // What a row's sums come to: the factor of its output, and its lse.

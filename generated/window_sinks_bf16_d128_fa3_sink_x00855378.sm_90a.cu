@@ -24,6 +24,7 @@
 //   blocks_per_sm: None
 //   q_operand: None
 //   q_stages: None
+//   p_operand: None
 //   schedule: None
 //   split: False
 //   pack_gqa: False
@@ -34,6 +35,7 @@
 //   score: none
 //   mask: expression
 //   order: longest_first
+//   weights: registers
 // roles
 //   load: 4 warps, 32 registers per thread
 //   mma: 12 warps, 160 registers per thread
@@ -287,6 +289,21 @@ FG_DEVICE int ordered_tile(const Params& p, int tile) {
   return (first_head + place % heads_here) * p.m_tiles + place / heads_here;
 }
 
+// weights: registers. The fragments of scores are, packed, those of the value product's operand.
+struct Weights {
+  uint32_t fragments[BLOCK_N / 16][4];
+};
+FG_DEVICE Weights place_of_weights(unsigned char* smem, int warpgroup) { return {}; }
+FG_DEVICE void keep(Weights& weights, const float (&s)[1][BLOCK_N / 8][4]) { pack_weights<Element>(weights.fragments, s); }
+FG_DEVICE void clear(Weights& weights) { fill_zero(weights.fragments); }
+FG_DEVICE void multiply_values(float (&o)[1][MMA_COLS_V / 8][4], Weights& weights, uint64_t v_desc) {
+  issue_values<ValueTile, Element>(o, weights.fragments, v_desc);
+}
+template <int PENDING>
+FG_DEVICE void wait_for_values(float (&o)[1][MMA_COLS_V / 8][4], Weights& weights) {
+  wgmma_wait<PENDING>(registers_of(o), weights.fragments);
+}
+
 // Which queries a tile has. Tiles are counted from the end: where they do not divide the queries, the first one has fewer
 // warpgroups at work, since under a causal mask it has the fewest keys, and is the last of its head to be taken.
 FG_DEVICE int first_group(const Params& p, const Work& w) {  // of groups of queries, one for each warpgroup
@@ -504,7 +521,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   tie_registers(v_desc);
   float s[1][BLOCK_N / 8][4];
   float o[1][MMA_COLS_V / 8][4];
-  uint32_t weights[BLOCK_N / 16][4];
+  Weights weights = place_of_weights(smem, this_warpgroup());
   const auto wait_for_queries = [&] {
     queries.wait_full(barriers + Q_FULL + this_warpgroup() * Q_STAGES);
     return AlongColumns<QueryTile>::descriptor(
@@ -516,7 +533,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   };
   const auto start_values = [&] {
     values.wait_full(barriers + V_FULL);
-    issue_values<ValueTile, Element>(o, weights, wgmma_descriptor_advance<ValueTile::BYTES>(v_desc, values.stage));
+    multiply_values(o, weights, wgmma_descriptor_advance<ValueTile::BYTES>(v_desc, values.stage));
   };
   const auto release = [&](uint64_t* empty, const Ring<NUM_STAGES>& ring) {
     if (lane == 0) mbarrier_arrive(empty + ring.stage);
@@ -561,7 +578,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     if (here & TILE_PARTIAL) hide_scores(s, p, work, row, tile * BLOCK_N + lane_col);
     exponentiate_exact<Element>(s, rows, p.scale_log2);
     fill_zero(o);
-    pack_weights<Element>(weights, s);
+    keep(weights, s);
     if (stored_stage >= 0 && lane == 0) {  // by now the copy engine has read the output of the query tile before
       bulk_wait_read<0>();
       mbarrier_arrive(barriers + Q_EMPTY + warpgroup * Q_STAGES + stored_stage);
@@ -575,10 +592,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
         bar_arrive_at<2 * 128>(next_turn);
         here = word_of_tile();
         release(barriers + K_EMPTY, keys);
-        wgmma_wait<0>(registers_of(o), weights);
+        wait_for_values<0>(o, weights);
         release(barriers + V_EMPTY, values);
         advance();
-        fill_zero(weights);
+        clear(weights);
         continue;
       }
       start_scores(q_desc, keys.stage);
@@ -589,10 +606,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       release(barriers + K_EMPTY, keys);
       if (here & TILE_PARTIAL) hide_scores(s, p, work, row, tile_of(here) * BLOCK_N + lane_col);
       const Rescale rescale = exponentiate_any<Element>(s, rows, p.scale_log2);
-      wgmma_wait<0>(registers_of(o), weights);
+      wait_for_values<0>(o, weights);
       release(barriers + V_EMPTY, values);
       advance();
-      pack_weights<Element>(weights, s);
+      keep(weights, s);
       rescale.apply(o);
     }
 
@@ -608,7 +625,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       here = word_of_tile();
     }
     start_scores(q_desc, more ? keys.stage : 0);  // at the end of idle numbers: a branch around it would serialise wgmma
-    wgmma_wait<1>(registers_of(o), weights);
+    wait_for_values<1>(o, weights);
     if (!more) wgmma_wait<0>(registers_of(s));  // those are this tile's own queries
     release(barriers + V_EMPTY, values);
 

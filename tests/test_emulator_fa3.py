@@ -93,6 +93,10 @@ def test_head_dims_between_the_shipped_ones(head_dims: tuple[int, int], changes:
     {"q_stages": 1}, {"stages": 5, "tile": {"m": 64, "n": 16}}, {"q_stages": 1, "causal": True, "split": True},
     {"lse": False, "split": True}, {"lse": False, "kv_layout": "varlen"}, {"batch_invariant": True, "causal": True},
     {"schedule": "overlap", "split": True}, {"roles": {"mma": 12}, "schedule": "pingpong", "window": True},
+    {"tile": {"m": 192, "n": 192}, "stages": 2, "p_operand": "shared"},
+    {"tile": {"m": 128, "n": 32}, "p_operand": "shared", "causal": True, "split": True, "schedule": "overlap"},
+    {"tile": {"m": 192, "n": 96}, "stages": 3, "p_operand": "shared", "window": True},
+    {"tile": {"m": 128, "n": 128}, "stages": 2, "p_operand": "shared", "kv_layout": "varlen", "q_stages": 1},
 ], ids=str)
 def test_overrides(changes: dict[str, object]) -> None:
     spec = fa3("bf16_d64").with_(**changes)

@@ -21,7 +21,7 @@ def overridden(spec: Spec, row: TileRow) -> TileRow:
         changes["warps"] = spec.tile.m // WARPGROUP_ROWS * WARPGROUP_WARPS
     if spec.family == "fa3" and spec.roles is not None and spec.tile is None:
         changes["m"] = spec.roles.mma // WARPGROUP_WARPS * WARPGROUP_ROWS
-    for name in ("stages", "blocks_per_sm", "q_operand", "q_stages"):
+    for name in ("stages", "blocks_per_sm", "q_operand", "q_stages", "p_operand"):
         if getattr(spec, name) is not None:
             changes[name] = getattr(spec, name)
     if changes:

@@ -76,7 +76,7 @@ def lower(spec: Spec, target: Target) -> Plan:
         constants=_constants(spec, tile, groups, out_stages, split, pingpong, poisonable),
         slots=(("layout", "packed" if packed else spec.kv_layout), ("coordinates", spec.kv_layout),
                ("rows", "packed" if packed else "plain"), ("score", expressions.score_of(spec)), ("mask", mask),
-               ("order", order)),
+               ("order", order), ("weights", tile.p_operand)),
         flags=(("lse", spec.lse), ("split", split), ("whole", not split), ("tickets", order != "in_order"),
                ("pingpong", pingpong), ("out_over_queries", over_queries), ("frees_queries", not over_queries),
                ("out_apart", bool(out_stages)), ("stores_boxes", not packed), ("stores_rows", varlen or packed),
@@ -107,7 +107,9 @@ def _check_tile(spec: Spec, tile: TileRow) -> None:
         refuse(f"tile.m {tile.m} with {tile.warps} mma warps", "64, 128, 192 or 256 rows, with 4 warps for every 64")
     if tile.n % 16:
         refuse(f"tile.n {tile.n} is not a multiple of 16", "multiples of 16 (one k-step of the value product)")
-    need = register_need(tile.n, round_up(spec.head_dim_v, 16))
+    if tile.p_operand == "shared" and tile.n % 32:
+        refuse(f"tile.n {tile.n} with p_operand shared", "multiples of 32 (whole panels of weights)")
+    need = register_need(tile.n, round_up(spec.head_dim_v, 16), tile.p_operand)
     _, limit = _registers(spec, groups) or (0, ALL_REGISTERS)
     if need.total > limit:
         refuse(f"needs at least {need} registers per mma thread", f"{limit} with {groups} mma warpgroups",
@@ -142,6 +144,8 @@ def _smem(spec: Spec, tile: TileRow, groups: int, walked: bool, out_stages: int,
         *((("OUT", WARPGROUP_WARPS * groups * out_stages * WARP_ROWS * 2 * _panel_cols(spec.head_dim_v),
             f"[{WARPGROUP_WARPS * groups} warps][{out_stages} panels] of {WARP_ROWS} rows of the output"),)
           if out_stages else ()),
+        *((("WEIGHTS", groups * tile_bytes(WARPGROUP_ROWS, tile.n), f"[{groups} warpgroups] of 64 rows of weights"),)
+          if tile.p_operand == "shared" else ()),
         ("WORK", WORK_STAGES * (ASSIGNMENT_BYTES + groups * KV_TILES_BYTES),
          f"{WORK_STAGES} announcements of query tiles"),
         *((("TILES", round_up(4 * tile.stages * (groups + 1), 16),
@@ -180,7 +184,7 @@ def _has_map(spec: Spec, tensor: str) -> bool:
 def _wgmma_shapes(spec: Spec, tile: TileRow) -> tuple[WgmmaShape, ...]:
     element = DTYPES[spec.dtype].element
     return (*product_shapes(element, tile.n, "shared", "K_MAJOR", "K_MAJOR", spec.head_dim_qk),
-            *product_shapes(element, round_up(spec.head_dim_v, 16), "registers", "K_MAJOR", "MN_MAJOR", tile.n))
+            *product_shapes(element, round_up(spec.head_dim_v, 16), tile.p_operand, "K_MAJOR", "MN_MAJOR", tile.n))
 
 
 def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: bool, pingpong: bool,

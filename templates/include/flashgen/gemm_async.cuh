@@ -3,6 +3,7 @@
 // is row lane / 4 + 8 * h of the warp's 16, column 8 * n + 2 * (lane % 4) + i.
 #pragma once
 #include "flashgen/ptx/convert.cuh"
+#include "flashgen/ptx/stmatrix.cuh"
 #include "flashgen/ptx/wgmma_shapes.cuh"
 #include "flashgen/tile.cuh"
 
@@ -107,6 +108,26 @@ FG_DEVICE void issue_values(float (&o)[1][V][4], uint32_t (&p)[K_STEPS][4], uint
   wgmma_commit();
 }
 
+template <class WeightTile, class ValueTile, int FIRST, class Element, int V>
+FG_DEVICE void value_steps(float (&o)[1][V][4], uint64_t p, uint64_t v) {
+  constexpr int K_STEPS = WeightTile::COLS / K_STEP;
+  if constexpr (FIRST < K_STEPS) {
+    uint64_t p_steps[statement_steps(K_STEPS - FIRST)], v_steps[statement_steps(K_STEPS - FIRST)];
+    fill_steps<AlongColumns<WeightTile>>(p_steps, p, FIRST);
+    fill_steps<AlongRows<ValueTile>>(v_steps, v, FIRST);
+    wgmma_ss<8 * V, K_MAJOR, MN_MAJOR>(Element{}, registers_of(o), p_steps, v_steps, 1);
+    value_steps<WeightTile, ValueTile, FIRST + STATEMENT_STEPS, Element>(o, p, v);
+  }
+}
+
+// Starts o += p v, as one group, with p in shared memory.
+template <class WeightTile, class ValueTile, class Element, int V>
+FG_DEVICE void issue_values(float (&o)[1][V][4], uint64_t p, uint64_t v) {
+  wgmma_fence(registers_of(o));
+  value_steps<WeightTile, ValueTile, 0, Element>(o, p, v);
+  wgmma_commit();
+}
+
 // Rounds the weights to elements: the accumulator fragments of 16 keys are the operand fragment of one k-step.
 template <class Element, int N>
 FG_DEVICE void pack_weights(uint32_t (&p)[N / 2][4], const float (&s)[1][N][4]) {
@@ -114,4 +135,15 @@ FG_DEVICE void pack_weights(uint32_t (&p)[N / 2][4], const float (&s)[1][N][4]) 
   for (int k = 0; k < N / 2; ++k)
 #pragma unroll
     for (int r = 0; r < 4; ++r) p[k][r] = pack2(Element{}, s[0][2 * k + r / 2][2 * (r % 2)], s[0][2 * k + r / 2][2 * (r % 2) + 1]);
+}
+
+// Packed weights into the warp's 16 rows of a tile.
+template <class Tile, int K_STEPS>
+FG_DEVICE void store_weights(unsigned char* tile, const uint32_t (&p)[K_STEPS][4]) {
+  const int lane = threadIdx.x % WARP_SIZE, row = threadIdx.x % 128 / WARP_SIZE * 16 + lane % 16;
+  uint32_t offset = Tile::offset(row, lane / 16);
+  tie_registers(offset);  // the steps of a panel differ by an XOR; each would get a register of its own
+#pragma unroll
+  for (int k = 0; k < K_STEPS; ++k)
+    stmatrix_x4(tile + Tile::step(0, 2 * k) + (offset ^ (uint32_t)(2 * k % Tile::PANEL_CHUNKS * CHUNK_BYTES)), p[k]);
 }
