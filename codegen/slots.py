@@ -30,8 +30,12 @@ class KvLoop:
     about: str
     until: str    # member of KvTiles: where this loop ends
     masked: bool
-    softmax: str = ""      # fa3: the function of softmax_stale.cuh
+    exact: bool = False    # fa3: a row may meet its first key, so true maxima are taken
     settles: bool = False  # fa3: by now every row has met its first key, if it ever does
+
+    @property
+    def stale(self) -> bool:
+        return not self.exact
 
 
 _RIGHT_ABOUT = "tiles that the mask cuts on the right: masked"
@@ -42,12 +46,11 @@ _RIGHT = KvLoop(_RIGHT_ABOUT, "full_end", True)
 _WHOLE = KvLoop(_WHOLE_ABOUT, "full_begin", False)
 _LEFT = KvLoop("tiles that the window cuts on the left: masked", "begin", True)
 
-_STALE = "exponentiate_stale"
 _UP_LEFT = KvLoop("tiles in which a row may meet its first key: masked", "min_int(tiles.met, tiles.end)", True,
-                  "exponentiate_exact")
-_UP_WHOLE = KvLoop(_WHOLE_ABOUT, "min_int(tiles.full_end, tiles.end)", False, _STALE, settles=True)
-_UP_RIGHT = KvLoop(_RIGHT_ABOUT, "tiles.end", True, _STALE)
-_UP_TAIL = KvLoop(_TAIL_ABOUT, "tiles.end", True, _STALE)
+                  exact=True)
+_UP_WHOLE = KvLoop(_WHOLE_ABOUT, "min_int(tiles.full_end, tiles.end)", False, settles=True)
+_UP_RIGHT = KvLoop(_RIGHT_ABOUT, "tiles.end", True)
+_UP_TAIL = KvLoop(_TAIL_ABOUT, "tiles.end", True)
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,9 @@ struct Weights {
 };
 FG_DEVICE Weights place_of_weights(unsigned char* smem, int warpgroup) { return {}; }
 FG_DEVICE void keep(Weights& weights, const float (&s)[1][BLOCK_N / 8][4]) { pack_weights<Element>(weights.fragments, s); }
+FG_DEVICE void exponentiate(Weights& weights, float (&sums)[2], const float (&s)[1][BLOCK_N / 8][4]) {
+  pack_exponentials<Element>(weights.fragments, sums, s);
+}
 FG_DEVICE void clear(Weights& weights) { fill_zero(weights.fragments); }
 FG_DEVICE void multiply_values(float (&o)[1][MMA_COLS_V / 8][4], Weights& weights, uint64_t v_desc) {
   issue_values<ValueTile, Element>(o, weights.fragments, v_desc);
@@ -488,6 +491,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     values.wait_full(barriers + V_FULL);
     multiply_values(o, weights, wgmma_descriptor_advance<ValueTile::BYTES>(v_desc, values.stage));
   };
+  const auto make_weights = [&](float (&sums)[2]) { exponentiate(weights, sums, s); };
   const auto release = [&](uint64_t* empty, const Ring<NUM_STAGES>& ring) {
     if (lane == 0) mbarrier_arrive(empty + ring.stage);
   };
@@ -521,9 +525,9 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
     if (tile < tiles.full_begin || tile >= tiles.full_end)
       mask_scores(s, row, tile * BLOCK_N + lane_col, visible);
-    exponentiate_exact<Element>(s, rows, p.scale_log2);
+    relate_exact<Element>(s, rows, p.scale_log2);
+    weigh_exact(rows, make_weights);
     fill_zero(o);
-    keep(weights, s);
     ++tile;
     if (stored_stage >= 0 && lane == 0) {  // by now the copy engine has read the output of the query tile before
       bulk_wait_read<0>();
@@ -538,11 +542,11 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
       modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
-      const Rescale rescale = exponentiate_stale<Element>(s, rows, p.scale_log2);
+      Rescale rescale = relate_stale<Element>(s, rows, p.scale_log2);
       wait_for_values<0>(o, weights);
       release(barriers + V_EMPTY, values);
       advance();
-      keep(weights, s);
+      weigh<Element>(s, rows, rescale, make_weights);
       rescale.apply(o);
     }
     // ---- tiles that the mask cuts on the right: masked
@@ -554,11 +558,11 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       release(barriers + K_EMPTY, keys);
       modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
       mask_scores(s, row, tile * BLOCK_N + lane_col, visible);
-      const Rescale rescale = exponentiate_stale<Element>(s, rows, p.scale_log2);
+      Rescale rescale = relate_stale<Element>(s, rows, p.scale_log2);
       wait_for_values<0>(o, weights);
       release(barriers + V_EMPTY, values);
       advance();
-      keep(weights, s);
+      weigh<Element>(s, rows, rescale, make_weights);
       rescale.apply(o);
     }
 

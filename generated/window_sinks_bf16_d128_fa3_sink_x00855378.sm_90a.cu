@@ -295,6 +295,9 @@ struct Weights {
 };
 FG_DEVICE Weights place_of_weights(unsigned char* smem, int warpgroup) { return {}; }
 FG_DEVICE void keep(Weights& weights, const float (&s)[1][BLOCK_N / 8][4]) { pack_weights<Element>(weights.fragments, s); }
+FG_DEVICE void exponentiate(Weights& weights, float (&sums)[2], const float (&s)[1][BLOCK_N / 8][4]) {
+  pack_exponentials<Element>(weights.fragments, sums, s);
+}
 FG_DEVICE void clear(Weights& weights) { fill_zero(weights.fragments); }
 FG_DEVICE void multiply_values(float (&o)[1][MMA_COLS_V / 8][4], Weights& weights, uint64_t v_desc) {
   issue_values<ValueTile, Element>(o, weights.fragments, v_desc);
@@ -535,6 +538,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     values.wait_full(barriers + V_FULL);
     multiply_values(o, weights, wgmma_descriptor_advance<ValueTile::BYTES>(v_desc, values.stage));
   };
+  const auto make_weights = [&](float (&sums)[2]) { exponentiate(weights, sums, s); };
   const auto release = [&](uint64_t* empty, const Ring<NUM_STAGES>& ring) {
     if (lane == 0) mbarrier_arrive(empty + ring.stage);
   };
@@ -576,9 +580,9 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     start_with_sink(rows.reference, rows.sum, p.user_sink[work.head_q] * LOG2_E);
     modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
     if (here & TILE_PARTIAL) hide_scores(s, p, work, row, tile * BLOCK_N + lane_col);
-    exponentiate_exact<Element>(s, rows, p.scale_log2);
+    relate_exact<Element>(s, rows, p.scale_log2);
+    weigh_exact(rows, make_weights);
     fill_zero(o);
-    keep(weights, s);
     if (stored_stage >= 0 && lane == 0) {  // by now the copy engine has read the output of the query tile before
       bulk_wait_read<0>();
       mbarrier_arrive(barriers + Q_EMPTY + warpgroup * Q_STAGES + stored_stage);
@@ -605,11 +609,11 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
       if (here & TILE_PARTIAL) hide_scores(s, p, work, row, tile_of(here) * BLOCK_N + lane_col);
-      const Rescale rescale = exponentiate_any<Element>(s, rows, p.scale_log2);
+      Rescale rescale = relate_any<Element>(s, rows, p.scale_log2);
       wait_for_values<0>(o, weights);
       release(barriers + V_EMPTY, values);
       advance();
-      keep(weights, s);
+      weigh<Element>(s, rows, rescale, make_weights);
       rescale.apply(o);
     }
 

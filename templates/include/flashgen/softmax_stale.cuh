@@ -1,6 +1,7 @@
 // Online softmax against a reference that is looked at rarely: the reference of a row is raised only when one of its
-// scores passes it by more than stale_log2. Finding that out costs half an instruction per score and one vote, no
-// shuffles; the result is the same in exact arithmetic, since numerator and denominator share the reference.
+// scores passes it by more than stale_log2. That shows in the sums of the weights, which are made anyway: one vote for a
+// tile, no maxima, no shuffles. The result is the same in exact arithmetic, since numerator and denominator share the
+// reference. A tile takes two steps: its scores become relative to the reference (relate_...), then weights (weigh).
 // Fragments as in gemm_async.cuh; units are powers of two.
 #pragma once
 #include "flashgen/ptx/convert.cuh"
@@ -10,8 +11,8 @@
 // ends at 2^16; bf16 and the sums have the exponents of fp32, and 2^32 leaves room for 2^14 keys with values of 2^81.
 FG_DEVICE constexpr float stale_log2(bf16) { return 32.0f; }
 FG_DEVICE constexpr float stale_log2(fp16) { return 14.0f; }
-
-constexpr int LOWEST_INT = -2147483647 - 1;
+FG_DEVICE constexpr float stale_weight(bf16) { return 4294967296.0f; }  // 2 to that
+FG_DEVICE constexpr float stale_weight(fp16) { return 16384.0f; }
 
 struct StaleRows {
   float reference[1][2];  // of rows lane / 4 and lane / 4 + 8; -inf: no key seen yet
@@ -28,8 +29,8 @@ struct StaleRows {
 
 // What the output so far has to be multiplied with, by row; `any` is the same in all lanes of the warp.
 struct Rescale {
-  float factor[2];
-  bool any;
+  float factor[2] = {1.0f, 1.0f};
+  bool any = false;
 
   template <int V>
   FG_DEVICE void apply(float (&o)[1][V][4]) const {
@@ -53,24 +54,9 @@ FG_DEVICE float row_max(const float (&s)[1][N][4], int h) {
   return quad_max(fmaxf(even, odd));
 }
 
-// s becomes 2^s and joins the sums.
-template <int N>
-FG_DEVICE void exponentiate_and_sum(float (&s)[1][N][4], StaleRows& rows) {
-  float sum[4];  // four chains, for the latency of an addition
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      s[0][n][i] = exp2_approx(s[0][n][i]);
-      sum[i] = n == 0 ? s[0][n][i] : sum[i] + s[0][n][i];
-    }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) rows.sum[0][h] += sum[2 * h] + sum[2 * h + 1];
-}
-
 // The first tile of a row block, and any tile in which a row may meet its first key: compares true maxima.
 template <class Element, int N>
-FG_DEVICE Rescale exponentiate_exact(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
+FG_DEVICE Rescale relate_exact(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
   Rescale rescale;
   bool behind = false;
 #pragma unroll
@@ -88,51 +74,79 @@ FG_DEVICE Rescale exponentiate_exact(float (&s)[1][N][4], StaleRows& rows, float
       for (int i = 2 * h; i < 2 * h + 2; ++i) s[0][n][i] = fmaf(s[0][n][i], scale_log2, -reference);
   }
   rescale.any = any_in_warp(behind);
-  exponentiate_and_sum(s, rows);
   return rescale;
 }
 
 // Any later tile: every row has its reference (StaleRows::settle).
 template <class Element, int N>
-FG_DEVICE Rescale exponentiate_stale(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
-  Rescale rescale;  // its factors count only where `any`
-  // Of numbers above zero, those of higher value have the higher bits: only "any above stale_log2" is asked, so
-  // signed integers will do, and of those the hardware compares three at once. (A NaN counts as high, or is ignored.)
-  int highest[4] = {LOWEST_INT, LOWEST_INT, LOWEST_INT, LOWEST_INT};
+FG_DEVICE Rescale relate_stale(float (&s)[1][N][4], const StaleRows& rows, float scale_log2) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float(&x)[4] = s[0][n];
-      int& high = highest[n % 2 * 2 + h];
-      x[2 * h] = fmaf(x[2 * h], scale_log2, -rows.reference[0][h]);
-      x[2 * h + 1] = fmaf(x[2 * h + 1], scale_log2, -rows.reference[0][h]);
-      high = max_int(max_int(high, float_bits(x[2 * h])), float_bits(x[2 * h + 1]));
+    for (int i = 0; i < 4; ++i) s[0][n][i] = fmaf(s[0][n][i], scale_log2, -rows.reference[0][i / 2]);
+  return {};
+}
+
+// Any tile, where rows meet their first key at any time: while a row of the warp has yet to, true maxima.
+template <class Element, int N>
+FG_DEVICE Rescale relate_any(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
+  if (any_in_warp(rows.reference[0][0] == -INFINITY || rows.reference[0][1] == -INFINITY))
+    return relate_exact<Element>(s, rows, scale_log2);
+  return relate_stale<Element>(s, rows, scale_log2);
+}
+
+// The weights 2^s, packed as pack_weights would, and their sums by row.
+template <class Element, int N>
+FG_DEVICE void pack_exponentials(uint32_t (&p)[N / 2][4], float (&sums)[2], const float (&s)[1][N][4]) {
+  float sum[4];  // four chains, for the latency of an addition
+#pragma unroll
+  for (int k = 0; k < N / 2; ++k)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int n = 2 * k + r / 2, h = r % 2;
+      const float even = exp2_approx(s[0][n][2 * h]), odd = exp2_approx(s[0][n][2 * h + 1]);
+      sum[2 * h] = n == 0 ? even : sum[2 * h] + even;
+      sum[2 * h + 1] = n == 0 ? odd : sum[2 * h + 1] + odd;
+      p[k][r] = pack2(Element{}, even, odd);
     }
-  const int high = max_int(max_int(highest[0], highest[1]), max_int(highest[2], highest[3]));
-  rescale.any = any_in_warp(high > float_bits(stale_log2(Element{})));
-  if (rescale.any) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) sums[h] = sum[2 * h] + sum[2 * h + 1];
+}
+
+// Makes the weights of a tile whose scores relate_exact has left: none is higher than 2^stale_log2.
+// `make(sums)` does so and gives their sums, as pack_exponentials.
+template <class Make>
+FG_DEVICE void weigh_exact(StaleRows& rows, Make make) {
+  float sums[2];
+  make(sums);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) rows.sum[0][h] += sums[h];
+}
+
+// ... and those of any other tile. A weight above 2^stale_log2 makes a sum of at least that. Then (and sometimes without
+// need, which changes nothing) rows that have passed their reference raise it to their maximum, and all weights are made
+// once more. (A NaN makes a sum NaN, and is let through.)
+template <class Element, int N, class Make>
+FG_DEVICE void weigh(float (&s)[1][N][4], StaleRows& rows, Rescale& rescale, Make make) {
+  float sums[2];
+  make(sums);
+  if (any_in_warp(fmaxf(sums[0], sums[1]) > stale_weight(Element{}))) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float passed = row_max(s, h);
-      const float raise = passed > stale_log2(Element{}) ? passed : 0.0f;
+      const float raise = passed > stale_log2(Element{}) ? passed : 0.0f;  // row by row, as above
+      const float factor = exp2_approx(-raise);
       rows.reference[0][h] += raise;
-      rescale.factor[h] = exp2_approx(-raise);
-      rows.sum[0][h] *= rescale.factor[h];
+      rescale.factor[h] *= factor;
+      rows.sum[0][h] *= factor;
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int i = 2 * h; i < 2 * h + 2; ++i) s[0][n][i] -= raise;
     }
+    rescale.any = true;
+    make(sums);
   }
-  exponentiate_and_sum(s, rows);
-  return rescale;
-}
-
-// Any tile, where rows meet their first key at any time: while a row of the warp has yet to, true maxima.
-template <class Element, int N>
-FG_DEVICE Rescale exponentiate_any(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
-  if (any_in_warp(rows.reference[0][0] == -INFINITY || rows.reference[0][1] == -INFINITY))
-    return exponentiate_exact<Element>(s, rows, scale_log2);
-  return exponentiate_stale<Element>(s, rows, scale_log2);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) rows.sum[0][h] += sums[h];
 }
