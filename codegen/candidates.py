@@ -44,7 +44,7 @@ from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.smem import ELEMENT_BYTES
 from flashgen.codegen.spec import Roles, Spec, Tile
 from flashgen.codegen.target import TARGETS
-from flashgen.codegen.tiles import TileRow, find_tile
+from flashgen.codegen.tiles import TileRow, find_tile, kernel_kind
 from flashgen.codegen.warpgroup import MAX_WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_WARPS
 from flashgen.errors import FlashgenError, PlanError, SpecError, UnsupportedError
 
@@ -74,7 +74,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
 # What a refusal is counted under, by a word of its text; the first that occurs.
 _REFUSALS = {"registers": "more registers than a thread has", "shared memory": "more shared memory than there is",
              "threads": "more threads than fit", "fragments": "query rows that the warps cannot share out",
-             "pingpong": "turns of a single warpgroup"}
+             "pingpong": "turns of a single warpgroup", "p_operand": "key tiles that panels of weights do not divide"}
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def tilings(spec: Spec) -> Iterator[Tiling]:
 def present_row(spec: Spec) -> TileRow:
     """The row of the table that serves the variant. PlanError without one."""
     row = find_tile(spec.family, spec.arch, mask_choice(spec.causal, spec.window), spec.head_dim_qk, spec.head_dim_v,
-                    spec.split)
+                    kernel_kind(spec.split, spec.pack_gqa))
     if row is None:
         raise PlanError(f"no {spec.family} tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {spec.arch}",
                         where=spec.variant, next="add a row to codegen/tiles.py to tune from")

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 
+# Of fa3: those that take whole query tiles; that split keys, for few tiles or a last round that leaves SMs idle; and that
+# pack the query heads of a kv head as well, for few queries.
+KINDS = ("whole", "split", "packed")
+
+
 @dataclass(frozen=True)
 class TileRow:
     family: str
@@ -27,7 +32,7 @@ class TileRow:
     source: str
     q_stages: int = 1                 # fa3: query tiles in flight per warpgroup
     schedule: str = "overlap"         # fa3: or "pingpong", in which warpgroups take turns to issue products
-    splits: frozenset[bool] = frozenset({False, True})  # fa3: for kernels that split keys (True), or do not
+    kinds: frozenset[str] = frozenset(KINDS)  # fa3: which kernels it is for
     p_operand: str = "registers"      # fa3: where the A operand of the value product is: or in "shared" memory
 
 
@@ -89,37 +94,45 @@ TILES: tuple[TileRow, ...] = (
     ),
 )
 
-_TIMED = "fastest of the candidates timed on an H200, 2026-11-29 (docs/fa3.md)"
+_TIMED = "fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)"
 _BESIDE = "the tile of a neighbouring head size, as shared memory and registers allow; not timed"
-CUT = frozenset({"causal", "window"})
 
-EITHER = frozenset({False, True})
-SPLIT = frozenset({True})  # of the full mask: long sequences, where wider key tiles read the queries less often
+CAUSAL = frozenset({"causal"})
+EVERY = frozenset(KINDS)
+SPLIT = frozenset({"split"})    # of the full mask: long sequences; of the causal one: few query tiles
+WHOLE = frozenset({"whole"})
+PACKED = frozenset({"packed"})
 
-# fa3: without blocks and q_operand; with q_stages, schedule and splits.
-#    masks dqk  dv   m    n  warps stages q_stages schedule splits
+# fa3: without blocks and q_operand; with q_stages, p_operand, schedule and kinds.
+#    masks dqk  dv   m    n  warps stages q_stages p_operand schedule kinds
 TILES += tuple(
     TileRow("fa3", frozenset({"sm_90a"}), masks, dqk, dv, m, n, warps, stages, 1, "shared", None, source, q_stages,
-            schedule, splits)
-    for masks, dqk, dv, m, n, warps, stages, q_stages, schedule, splits, source in (
-        (ANY, 32, 32, 256, 64, 16, 4, 2, "pingpong", EITHER, _BESIDE),
-        (ANY, 64, 64, 256, 64, 16, 4, 2, "pingpong", EITHER, _TIMED),
-        (ANY, 96, 96, 192, 80, 12, 4, 2, "pingpong", EITHER, _BESIDE),
-        (FULL, 128, 128, 192, 80, 12, 3, 2, "pingpong", SPLIT, _TIMED),
-        (FULL, 128, 128, 192, 64, 12, 4, 2, "pingpong", EITHER, _TIMED),
-        (CUT, 128, 128, 192, 64, 12, 4, 2, "overlap", EITHER, _TIMED),
-        (ANY, 192, 128, 128, 112, 8, 2, 1, "pingpong", EITHER, _BESIDE),
-        (ANY, 192, 192, 128, 96, 8, 2, 1, "pingpong", EITHER, _BESIDE),
-        (ANY, 256, 256, 128, 64, 8, 2, 1, "pingpong", EITHER, _TIMED),
+            schedule, kinds, p_operand)
+    for masks, dqk, dv, m, n, warps, stages, q_stages, p_operand, schedule, kinds, source in (
+        (ANY, 32, 32, 256, 64, 16, 4, 2, "registers", "pingpong", EVERY, _BESIDE),
+        (FULL, 64, 64, 192, 128, 12, 3, 2, "registers", "pingpong", SPLIT, _TIMED),
+        (ANY, 64, 64, 256, 64, 16, 4, 2, "registers", "pingpong", EVERY, _TIMED),
+        (FULL, 96, 96, 192, 112, 12, 3, 2, "registers", "pingpong", EVERY, _TIMED),
+        (ANY, 96, 96, 192, 80, 12, 4, 2, "registers", "pingpong", EVERY, _BESIDE),
+        (CAUSAL, 128, 128, 128, 64, 8, 4, 2, "registers", "pingpong", SPLIT, _TIMED),
+        (ANY, 128, 128, 192, 64, 12, 4, 2, "registers", "pingpong", EVERY, _TIMED),
+        (ANY, 192, 128, 128, 112, 8, 2, 1, "registers", "pingpong", EVERY, _BESIDE),
+        (ANY, 192, 192, 128, 96, 8, 2, 1, "registers", "pingpong", EVERY, _BESIDE),
+        (ANY, 256, 256, 128, 64, 8, 2, 1, "registers", "pingpong", EVERY, _TIMED),
     )
 )
 
 
-def find_tile(family: str, target: str, mask: str, head_dim_qk: int, head_dim_v: int, split: bool = False
+def kernel_kind(split: bool, pack_gqa: bool) -> str:
+    """One of KINDS."""
+    return "packed" if pack_gqa else "split" if split else "whole"
+
+
+def find_tile(family: str, target: str, mask: str, head_dim_qk: int, head_dim_v: int, kind: str = "whole"
               ) -> TileRow | None:
-    """The first row that lists the target, mask and kind of split and covers the head; None where no row does."""
+    """The first row that lists the target, mask and kind of kernel and covers the head; None where no row does."""
     for row in TILES:
-        if (row.family == family and target in row.targets and mask in row.masks and split in row.splits
+        if (row.family == family and target in row.targets and mask in row.masks and kind in row.kinds
                 and head_dim_qk <= row.head_dim_qk and head_dim_v <= row.head_dim_v):
             return row
     return None

@@ -37,12 +37,13 @@
 //   load: 4 warps, 32 registers per thread
 //   mma: 12 warps, 160 registers per thread
 // grid: x = one block per SM, or per unit of work where those are fewer
-// tile: fastest of the candidates timed on an H200, 2026-11-29 (docs/fa3.md)
+// tile: fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)
 
 #include "flashgen/epilogue.cuh"
 #include "flashgen/gemm_async.cuh"
 #include "flashgen/mask.cuh"
 #include "flashgen/nonfinite.cuh"
+#include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/ptx/setmaxnreg.cuh"
 #include "flashgen/ptx/tma.cuh"
@@ -72,6 +73,7 @@ constexpr int LOAD_REGISTERS = 32;  // per thread that copies
 constexpr int MMA_REGISTERS = 160;  // per thread that multiplies: what the others leave of 64 Ki
 constexpr int CLEAN_WARPS = 2;  // of the load warpgroup: what its other two leave
 constexpr int CLEAN_BARRIER = 7;  // the named barrier at which they meet, behind those below
+constexpr int TURN_BARRIER = 1;  // first of the named barriers for turns, one per warpgroup
 
 // Shared memory of one block, 229904 bytes:
 //   [0, +98304)  Q: [3 warpgroups][2 stages] of 64 queries
@@ -502,6 +504,11 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   };
 
   if (!assignments.more()) return;
+  // Warpgroups take turns to issue products, so that the softmax of one runs under the products of another. A turn has
+  // a barrier on which its owner waits for the one before.
+  const int my_turn = TURN_BARRIER + this_warpgroup();
+  const int next_turn = TURN_BARRIER + (this_warpgroup() + 1) % WARPGROUPS;
+  if (this_warpgroup() == WARPGROUPS - 1) bar_arrive_at<2 * 128>(next_turn);
   uint64_t q_desc = wait_for_queries();
   keys.wait_full(barriers + K_FULL);
   start_scores(q_desc, keys.stage);
@@ -537,8 +544,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     rows.settle();
     for (; tile < min_int(tiles.full_end, tiles.end); ++tile) {
       keys.wait_full(barriers + K_FULL);
+      bar_sync_at<2 * 128>(my_turn);
       start_scores(q_desc, keys.stage);
       start_values();
+      bar_arrive_at<2 * 128>(next_turn);
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
       modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
@@ -552,8 +561,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     // ---- tiles that the mask cuts on the right: masked
     for (; tile < tiles.end; ++tile) {
       keys.wait_full(barriers + K_FULL);
+      bar_sync_at<2 * 128>(my_turn);
       start_scores(q_desc, keys.stage);
       start_values();
+      bar_arrive_at<2 * 128>(next_turn);
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
       modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
@@ -574,6 +585,8 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       wait_for_values<0>(o, weights);
       release(barriers + V_EMPTY, values);
       for (int i = 0; i < skipped; ++i) {
+        bar_sync_at<2 * 128>(my_turn);
+        bar_arrive_at<2 * 128>(next_turn);
         keys.wait_full(barriers + K_FULL);
         release(barriers + K_EMPTY, keys);
         advance();
@@ -624,6 +637,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     advance();
     stored_stage = q_stage;
   }
+  if (this_warpgroup() == 0) bar_sync_at<2 * 128>(my_turn);  // the turn that nobody takes any more
   if (lane == 0) bulk_wait<0>();
 }
 

@@ -670,15 +670,15 @@ struct Warpgroup {
         spread_nonfinite(rows, smem, place, visible, max_int(keys - p.hidden_keys, 0), min_int(keys, BLOCK_N));
       hide_keys(s, visible, 2 * (lane % 4));
     }
-    const auto make = [&](float (&sums)[2]) { pack_exponentials<Element>(weights, sums, s); };
     Rescale rescale;
     if (first) {
       rescale = relate_exact<Element>(s, rows, p.scale_log2);
       rows.settle();
     } else {
-      rescale = relate_stale<Element>(s, rows, p.scale_log2);
+      rescale = relate_checked<Element>(s, rows, p.scale_log2);
     }
-    weigh<Element>(s, rows, rescale, make);
+    exponentiate(s, rows);
+    pack_weights<Element>(weights, s);
     bar_sync_at<128>(SCORES_BARRIER + half);  // the products of all warps have read the rotary columns
     store_weights<PairTile>(smem + SMEM_PAIR + place.pair() * PairTile::BYTES, weights);
     if (lane % 4 == 0 && (first || rescale.any)) {

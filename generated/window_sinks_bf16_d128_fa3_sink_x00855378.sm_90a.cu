@@ -40,7 +40,7 @@
 //   load: 4 warps, 32 registers per thread
 //   mma: 12 warps, 160 registers per thread
 // grid: x = one block per SM, or per unit of work where those are fewer
-// tile: fastest of the candidates timed on an H200, 2026-11-29 (docs/fa3.md)
+// tile: fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)
 
 #include "flashgen/epilogue.cuh"
 #include "flashgen/gemm_async.cuh"

@@ -7,7 +7,7 @@ from itertools import cycle
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec import Spec
 from flashgen.runtime.problem import Problem
-from flashgen.runtime.split import MERGE_TILES, ROUND_TILES
+from flashgen.runtime.split import MERGE_KEYS, ROUND_KEYS
 
 INT32_MAX = 2**31 - 1
 Mask = tuple[bool | str, tuple[int, int]]  # (causal, window)
@@ -109,8 +109,8 @@ def emulated_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, see
         if spec.kv_layout == "dense":
             calls = [(1, *pairs[0], (1, 1), 0), (2, *pairs[1], (2, 1), 0), (1, *pairs[3], (1, 1), 0)]
             if persistent:
-                key_tiles = 3 * (ROUND_TILES + MERGE_TILES) if spec.split else 2
-                calls.append((1, tile_m - 3, key_tiles * tile_n + 1, (6, 1), 0))
+                keys = 3 * (ROUND_KEYS + MERGE_KEYS) if spec.split else 2 * tile_n
+                calls.append((1, tile_m - 3, keys + 1, (6, 1), 0))
         else:
             calls = [(len(pairs), tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), (2, 1), 3)]
         for batch, seqlen_q, seqlen_kv, (num_heads_q, num_heads_kv), tail in calls:

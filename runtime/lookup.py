@@ -159,7 +159,7 @@ class Registry:
             return wanted
         head_dims, mask = (wanted.head_dim_qk, wanted.head_dim_v), mask_choice(wanted.causal, wanted.window)
         for arch in self._archs(device_index):
-            tile = find_tile("fa3", arch, mask, *head_dims, split=True)
+            tile = find_tile("fa3", arch, mask, *head_dims, "split")
             if tile is not None:
                 cut = Cutting(tile.m, tile.n, wanted.causal, False, *head_dims, DTYPES[wanted.dtype].bytes)
                 splits, packs = best_twin(cut, self.num_sms(device_index), **call)

@@ -14,10 +14,10 @@ from flashgen.errors import UnsupportedError
 
 MAX_PARTS = 128             # of the keys of one query tile
 MAX_ROUNDS = 4              # of parts over all SMs: more never paid
-# What splitting costs, in the time of one key tile: of each round of parts, of waiting for the last ones, and how many
-# bytes of parts are written and read back meanwhile, for each column of the output (a key tile takes longer with more
-# of them). Fitted to forced numbers of parts timed on an H200: within 1 % of the best of nine calls (docs/fa3.md).
-ROUND_TILES, MERGE_TILES, BYTES_PER_TILE = 3, 4, 32 << 10
+# What splitting costs, in the time that a query tile spends on one key: of each round of parts, of waiting for the last
+# ones, and how many bytes of parts are written and read back meanwhile, for each column of the output (a key takes longer
+# with more of them). Fitted to forced numbers of parts timed on an H200: within 2 % of the best of ten calls (docs/fa3.md).
+ROUND_KEYS, MERGE_KEYS, BYTES_PER_KEY = 192, 256, 512
 PACKING_GAIN = 0.75         # of the query tiles: with more of them left, packing is not worth its slower stores
 SPLIT_GAIN = 0.012          # docs/fa3.md: predicted gains below it were losses
 SECTION_HEADS = 16          # docs/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
@@ -90,7 +90,7 @@ def cut_tail(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv
         # As num_parts in templates/fa3/unit_tiles.cuh.j2 counts them.
         lengths[max(min(last_key, seqlen_kv - 1), 0) // cut.keys + 1] += count
     rows = min(seqlen_q, queries) * (num_heads_q // num_heads_kv if cut.packed else 1)
-    return split_tail(tiles, lengths, num_sms, rows * cut.part_row_bytes, cut.head_dim_v)
+    return split_tail(tiles, lengths, num_sms, rows * cut.part_row_bytes, cut.keys, cut.head_dim_v)
 
 
 def best_twin(cut: Cutting, num_sms: int, **call: Any) -> tuple[bool, bool | None]:
@@ -107,22 +107,23 @@ def best_twin(cut: Cutting, num_sms: int, **call: Any) -> tuple[bool, bool | Non
     return cut_tail(cut._replace(packed=bool(packs)), num_sms, **call).max_parts > 1, packs
 
 
-def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_bytes: int, head_dim_v: int = 128
-               ) -> Parts:
+def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_bytes: int, keys: int = 64,
+               head_dim_v: int = 128) -> Parts:
     """How to cut the tiles of the last, incomplete round. `lengths`: how many of them have so many tiles of keys.
 
     Whole rounds of num_sms tiles keep every SM busy. The remainder would leave SMs idle in a last round of its own, so
     its tiles are cut along the keys into parts, which take less time. A kernel that splits is itself a little slower,
-    so less than SPLIT_GAIN of the whole is no reason to. `part_bytes`: of device memory, for the rows that exist.
+    so less than SPLIT_GAIN of the whole is no reason to. `part_bytes`: of device memory, for the rows that exist;
+    `keys`: of a tile.
     """
     rest, longest = sum(lengths.values()), max(lengths, default=1)
-    best, least = Parts.none(num_tiles), float(longest + ROUND_TILES)
-    enough = least - SPLIT_GAIN * -(-num_tiles // num_sms) * longest
+    best, least = Parts.none(num_tiles), float(longest * keys + ROUND_KEYS)
+    enough = least - SPLIT_GAIN * -(-num_tiles // num_sms) * longest * keys
     for count in range(2, min(MAX_PARTS, longest) + 1):
         size = -(-longest // count)
         parts = sum(tiles * -(-length // size) for length, tiles in lengths.items())
         rounds = -(-parts // num_sms)
-        cost = rounds * (size + ROUND_TILES) + MERGE_TILES + parts * part_bytes / (BYTES_PER_TILE * head_dim_v)
+        cost = rounds * (size * keys + ROUND_KEYS) + MERGE_KEYS + parts * part_bytes / (BYTES_PER_KEY * head_dim_v)
         if cost < min(enough, 0.98 * least if best.max_parts > 1 else least):  # of those about as good, the fewest
             best, least = Parts(num_tiles - rest, size, -(-longest // size), num_tiles - rest + parts), cost
         if rounds > MAX_ROUNDS:

@@ -11,12 +11,13 @@ from flashgen.codegen.candidates import present_row
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.spec_fields import rows, show
+from flashgen.codegen.tiles import kernel_kind
 from flashgen.errors import EnvironmentError_
 from flashgen.runtime.tune import Fault, Tuning
 
 KINDS = ("table", "spec")
 WIDTH = 118
-_NAMES = ("FULL", "SPLIT")                  # sets of codegen/tiles.py that hold one value
+_NAMES = ("FULL", "CAUSAL", "WHOLE", "SPLIT", "PACKED")                  # sets of codegen/tiles.py that hold one value
 _TARGET_NAMES = ("HOPPER", "B200", "A100")  # likewise, whose targets are one kind of card each
 
 
@@ -33,10 +34,10 @@ def source_text(tuning: Tuning) -> str:
 def table_text(tuning: Tuning) -> str:
     """The winner as a row in the form of its family's rows in codegen/tiles.py, with how to place it as comments.
 
-    It lists what was timed and no more: one mask, one kind of split.
+    It lists what was timed and no more: one mask, one kind of kernel.
     """
     spec, row, tile = tuning.found.spec, present_row(tuning.found.spec), tuning.winner.candidate.tiling
-    mask = mask_choice(spec.causal, spec.window)
+    mask, kind = mask_choice(spec.causal, spec.window), kernel_kind(spec.split, spec.pack_gqa)
     shared = (f"{_named(mask)}, {spec.head_dim_qk}, {spec.head_dim_v}, {tile.m}, {tile.n}, {tile.warps}, "
               f"{tile.stages}")
     lines = [f"# {spec.variant}.{spec.arch}: goes before the row of codegen/tiles.py that serves it now,",
@@ -49,7 +50,7 @@ def table_text(tuning: Tuning) -> str:
                   f'    ({shared}, {tile.blocks_per_sm}, "{tile.q_operand}", {row.register_usage_level}),', "),"]
     else:
         quoted[-1] += "),"
-        lines += [f'({shared}, {tile.q_stages}, "{tile.schedule}", {_named(spec.split)},',
+        lines += [f'({shared}, {tile.q_stages}, "{tile.p_operand}", "{tile.schedule}", {_named(kind)},',
                   *(f" {piece}" for piece in quoted)]
     return "\n".join([*lines, ""])
 
@@ -89,7 +90,7 @@ def same_row(spec: Spec, others: Sequence[Spec]) -> list[Spec]:
     """The other variants that a table row for `spec` would serve: dtypes, layouts, all that it does not name."""
     def key(one: Spec) -> tuple[object, ...]:
         return (one.family, one.pass_, one.arch, one.head_dim_qk, one.head_dim_v, one.causal, one.window,
-                one.split)
+                kernel_kind(one.split, one.pack_gqa))
     return [other for other in others if key(other) == key(spec) and other != spec]
 
 

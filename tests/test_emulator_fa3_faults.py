@@ -25,6 +25,7 @@ MUTATED: dict[str, Spec] = {
     "tickets, output over queries": _small(causal=True, schedule="overlap", dtype="fp16"),
     "turns, output apart": _small(192, causal=True, q_stages=1, split=True, schedule="pingpong"),
     "packed": _small(split=True, causal=True, pack_gqa=True, schedule="overlap"),
+    "weights apart": _small(p_operand="shared", schedule="pingpong"),
     "varlen": _small(kv_layout="varlen", causal=True, q_stages=1, schedule="overlap"),
 }
 SYNCHRONISING = re.compile(
@@ -98,7 +99,12 @@ FAULTS = {
         "/ WARPGROUPS + 1 - w.m_tile) * WARPGROUPS + 1"),
     "output not rescaled": ("tickets, output over queries", "kernel", "error", "rescale.apply(o);", ""),
     "sum not rescaled": (
-        "tickets, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= rescale.factor[h];", ""),
+        "tickets, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= factor;", ""),
+    "reference never raised": (
+        "tickets, output over queries", "softmax_stale.cuh", "", "if (any_in_warp(fmaxf(sums[0], sums[1]) >",
+        "if (any_in_warp(0.0f * fmaxf(sums[0], sums[1]) >"),
+    "weights of another warpgroup": (
+        "weights apart", "kernel", "", "warpgroup * WeightTile::BYTES", "0 * warpgroup * WeightTile::BYTES"),
     "parts not weighted": (
         "turns, parts, output over queries", "merge.cuh", "error", "fmaf(weight, columns", "fmaf(1.0f, columns"),
     "arrivals not put back": (

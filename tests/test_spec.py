@@ -301,7 +301,7 @@ def test_schema_allows_lists_and_holds_the_table():
     assert head_dim["anyOf"][0] == items | {"multipleOf": 8} == head_dim["anyOf"][1]["items"]
     when_set = schema["properties"]["overrides"]["items"]["properties"]
     assert list(when_set["set"]["properties"]) == [
-        "tile", "stages", "roles", "blocks_per_sm", "q_operand", "q_stages", "schedule"]
+        "tile", "stages", "roles", "blocks_per_sm", "q_operand", "q_stages", "p_operand", "schedule"]
     assert "(only fa3)" in schema["properties"]["split"]["description"]
     lines = fields_markdown().splitlines()
     for row in ROWS.values():

@@ -14,12 +14,12 @@ from test_values import SMS, call, plan_of
 from flashgen.codegen.mask import query_tiles
 from flashgen.runtime.bench_cases import ROOT
 from flashgen.runtime.split import (
-    BYTES_PER_TILE,
+    BYTES_PER_KEY,
     LAST_ROUNDS,
     MAX_PARTS,
     MAX_ROUNDS,
-    MERGE_TILES,
-    ROUND_TILES,
+    MERGE_KEYS,
+    ROUND_KEYS,
     SECTION_BYTES,
     SECTION_HEADS,
     Cutting,
@@ -37,7 +37,7 @@ from flashgen.runtime.values import counter_words, cutting_of, fa3_values, launc
     (1, 64, True), (9, 64, True), (66, 64, True), (133, 64, True),
     (131, 64, False),                      # a piece more for each is another round
     (133, 1, False),                       # one key tile has no parts
-    (66, 2 * MERGE_TILES, False),  # half the keys cost as much as they save
+    (66, 2 * MERGE_KEYS // 64, False),  # half the keys cost as much as they save
     (100 * SMS + 1, 64, False),            # nor is the last of a hundred rounds worth a slower kernel
 ])
 def test_where_tiles_are_split(tiles: int, key_tiles: int, splits: bool) -> None:
@@ -45,7 +45,7 @@ def test_where_tiles_are_split(tiles: int, key_tiles: int, splits: bool) -> None
 
 
 @given(st.integers(0, 2000), st.integers(1, 200), st.lists(st.integers(1, 3000), max_size=20),
-       st.integers(0, 128 * BYTES_PER_TILE))
+       st.integers(0, 128 * 64 * BYTES_PER_KEY))
 def test_splits_are_few_and_pay(full: int, num_sms: int, many: list[int], part_bytes: int) -> None:
     many = many[:num_sms - 1]
     lengths = {length: many.count(length) for length in many}
@@ -54,15 +54,15 @@ def test_splits_are_few_and_pay(full: int, num_sms: int, many: list[int], part_b
 
     def cost(size: int) -> float:
         parts = sum(math.ceil(length / size) for length in many)
-        return (math.ceil(parts / num_sms) * (size + ROUND_TILES) + MERGE_TILES
-                + parts * part_bytes / (BYTES_PER_TILE * 128))
+        return (math.ceil(parts / num_sms) * (64 * size + ROUND_KEYS) + MERGE_KEYS
+                + parts * part_bytes / (BYTES_PER_KEY * 128))
 
     if found.max_parts == 1:
         assert found == (tiles, 1, 1, tiles)
         return
     assert found.full_tiles == full * num_sms and found.max_parts == math.ceil(longest / found.tiles_per_part)
     assert found.num_units == full * num_sms + sum(math.ceil(length / found.tiles_per_part) for length in many)
-    assert found.max_parts <= MAX_PARTS and cost(found.tiles_per_part) < longest + ROUND_TILES
+    assert found.max_parts <= MAX_PARTS and cost(found.tiles_per_part) < 64 * longest + ROUND_KEYS
     sizes = {math.ceil(longest / count) for count in range(2, min(MAX_PARTS, longest) + 1)}
     few = [size for size in sizes if sum(math.ceil(length / size) for length in many) <= MAX_ROUNDS * num_sms]
     assert all(cost(found.tiles_per_part) <= cost(size) / 0.98 for size in few)
@@ -75,8 +75,8 @@ PARTS = json.loads((ROOT / "benchmarks" / "results" / "h200" / "fa3-parts.json")
 @pytest.mark.parametrize("row", PARTS["rows"], ids=lambda row: " ".join(str(row[key]) for key in row if key != "us"))
 def test_the_number_of_parts_is_one_of_the_fastest(row: dict[str, Any]) -> None:
     """Of those that were timed; between two of them the slower one counts."""
-    plan = plan_of("fa3", head_dim_qk=row["head_dim"], causal=row["causal"], split=True)
-    found = cut_tail(cutting_of(plan), SMS, batch=row["batch"], seqlen_q=row["seqlen_q"], seqlen_kv=row["seqlen_kv"],
+    cutting = Cutting(*row["tile"], row["causal"], False, row["head_dim"], row["head_dim"], 2)
+    found = cut_tail(cutting, SMS, batch=row["batch"], seqlen_q=row["seqlen_q"], seqlen_kv=row["seqlen_kv"],
                      num_heads_q=row["num_heads"], num_heads_kv=row["num_heads"]).max_parts
     us = {int(parts): time for parts, time in row["us"].items()}
     near = {max(parts for parts in us if parts <= found), min(parts for parts in us if parts >= found)}

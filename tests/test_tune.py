@@ -193,8 +193,8 @@ def rows_of(text: str) -> list[TileRow]:
     if isinstance(value[0], TileRow):
         return list(value)
     return [TileRow("fa3", frozenset({"sm_90a"}), masks, dqk, dv, m, n, warps, stages, 1, "shared", None, source,
-                    q_stages, schedule, splits)
-            for masks, dqk, dv, m, n, warps, stages, q_stages, schedule, splits, source in value]
+                    q_stages, schedule, kinds, p_operand)
+            for masks, dqk, dv, m, n, warps, stages, q_stages, p_operand, schedule, kinds, source in value]
 
 
 @pytest.mark.parametrize(("variant", "arch"), [
@@ -260,7 +260,7 @@ def test_dry_run() -> None:
     data = json.loads(run(*ONE, "--dry-run", "--max", "20", "--problem", "batch=1 seqlen_q=512", "--json").stdout)
     assert len(data["candidates"]) == 20 and sum(row["present"] for row in data["candidates"]) == 1
     assert data["considered"] == 20 + sum(row["count"] for row in data["dropped"])
-    assert data["considered"] == len(GRIDS["fa3"]["m"]) * 15 * 4 * 2 * 2
+    assert data["considered"] == len(GRIDS["fa3"]["m"]) * 15 * 4 * 2 * 2 * 2
 
 
 @pytest.mark.parametrize(("arguments", "exit_code", "words"), [

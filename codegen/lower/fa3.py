@@ -15,7 +15,7 @@ from flashgen.codegen.slots import LAYOUTS, ORDERS, ROWS, tiled_as
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import Target
-from flashgen.codegen.tiles import TileRow, find_tile
+from flashgen.codegen.tiles import TileRow, find_tile, kernel_kind
 from flashgen.codegen.warpgroup import (
     MAX_WARPGROUPS,
     WARPGROUP_ROWS,
@@ -46,7 +46,8 @@ KV_TILES_BYTES = 20
 
 def lower(spec: Spec, target: Target) -> Plan:
     mask = expressions.mask_of(spec)
-    row = find_tile("fa3", target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v, spec.split)
+    row = find_tile("fa3", target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v,
+                    kernel_kind(spec.split, spec.pack_gqa))
     if not target.features >= {"tma", "wgmma"} or row is None:
         raise PlanError(f"no fa3 tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256) on sm_90a", nearest="family fa2")

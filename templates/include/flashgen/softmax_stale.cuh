@@ -95,6 +95,25 @@ FG_DEVICE Rescale relate_any(float (&s)[1][N][4], StaleRows& rows, float scale_l
   return relate_stale<Element>(s, rows, scale_log2);
 }
 
+// Raises the reference of rows that have passed it to their maximum. By whole warps, of which some row may have.
+template <class Element, int N>
+FG_DEVICE void raise_references(float (&s)[1][N][4], StaleRows& rows, Rescale& rescale) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float passed = row_max(s, h);
+    const float raise = passed > stale_log2(Element{}) ? passed : 0.0f;  // row by row, as above
+    const float factor = exp2_approx(-raise);
+    rows.reference[0][h] += raise;
+    rescale.factor[h] *= factor;
+    rows.sum[0][h] *= factor;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 2 * h; i < 2 * h + 2; ++i) s[0][n][i] -= raise;
+  }
+  rescale.any = true;
+}
+
 // The weights 2^s, packed as pack_weights would, and their sums by row.
 template <class Element, int N>
 FG_DEVICE void pack_exponentials(uint32_t (&p)[N / 2][4], float (&sums)[2], const float (&s)[1][N][4]) {
@@ -124,29 +143,53 @@ FG_DEVICE void weigh_exact(StaleRows& rows, Make make) {
 }
 
 // ... and those of any other tile. A weight above 2^stale_log2 makes a sum of at least that. Then (and sometimes without
-// need, which changes nothing) rows that have passed their reference raise it to their maximum, and all weights are made
-// once more. (A NaN makes a sum NaN, and is let through.)
+// need, which changes nothing) references are raised, and all weights made once more. (A NaN makes a sum NaN, and is let
+// through.)
 template <class Element, int N, class Make>
 FG_DEVICE void weigh(float (&s)[1][N][4], StaleRows& rows, Rescale& rescale, Make make) {
   float sums[2];
   make(sums);
   if (any_in_warp(fmaxf(sums[0], sums[1]) > stale_weight(Element{}))) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float passed = row_max(s, h);
-      const float raise = passed > stale_log2(Element{}) ? passed : 0.0f;  // row by row, as above
-      const float factor = exp2_approx(-raise);
-      rows.reference[0][h] += raise;
-      rescale.factor[h] *= factor;
-      rows.sum[0][h] *= factor;
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int i = 2 * h; i < 2 * h + 2; ++i) s[0][n][i] -= raise;
-    }
-    rescale.any = true;
+    raise_references<Element>(s, rows, rescale);
     make(sums);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) rows.sum[0][h] += sums[h];
+}
+
+// ---- The same where registers do not hold scores and weights at once: weights take the place of the scores, so maxima
+// are looked at first, half an instruction more per score and a vote before the first exponential.
+
+template <class Element, int N>
+FG_DEVICE Rescale relate_checked(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
+  Rescale rescale = relate_stale<Element>(s, rows, scale_log2);
+  // Of numbers above zero, those of higher value have the higher bits: only "any above stale_log2" is asked, so
+  // signed integers will do, and of those the hardware compares three at once. (A NaN counts as high, or is ignored.)
+  constexpr int LOWEST = -2147483647 - 1;
+  int highest[4] = {LOWEST, LOWEST, LOWEST, LOWEST};
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int& high = highest[n % 2 * 2 + h];
+      high = max_int(max_int(high, float_bits(s[0][n][2 * h])), float_bits(s[0][n][2 * h + 1]));
+    }
+  const int high = max_int(max_int(highest[0], highest[1]), max_int(highest[2], highest[3]));
+  if (any_in_warp(high > float_bits(stale_log2(Element{})))) raise_references<Element>(s, rows, rescale);
+  return rescale;
+}
+
+// s becomes 2^s and joins the sums.
+template <int N>
+FG_DEVICE void exponentiate(float (&s)[1][N][4], StaleRows& rows) {
+  float sum[4];  // four chains, for the latency of an addition
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s[0][n][i] = exp2_approx(s[0][n][i]);
+      sum[i] = n == 0 ? s[0][n][i] : sum[i] + s[0][n][i];
+    }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) rows.sum[0][h] += sum[2 * h] + sum[2 * h + 1];
 }
