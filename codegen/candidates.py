@@ -232,7 +232,8 @@ def present_tiling(spec: Spec) -> Tiling:
 
 def _fixed(spec: Spec) -> dict[str, tuple[Any, ...]]:
     """The axes that the spec sets itself, each with its one value."""
-    values = {name: getattr(spec, name) for name in ("stages", "blocks_per_sm", "q_operand", "q_stages", "p_operand", "schedule")}
+    values = {name: getattr(spec, name)
+              for name in ("stages", "blocks_per_sm", "q_operand", "q_stages", "p_operand", "schedule")}
     if spec.tile is not None:
         values |= {"m": spec.tile.m, "n": spec.tile.n}
     if spec.roles is not None:

@@ -185,8 +185,10 @@ def explain_plan(plan: Plan, spec: Spec, *, registers: int | None = None, varian
     work = _work(plan, spec, shape, target, seen)
     traffic = _traffic(plan, spec, shape, work)
     registers_max = registers_per_thread_max(plan.launch.threads, plan.launch.min_blocks_per_sm, target)
-    need = (register_need(plan.constant("BLOCK_N"), plan.constant("MMA_COLS_V"), dict(plan.slots).get("weights", "registers"))
-            if plan.wgmma_shapes else None)
+    need = None
+    if plan.wgmma_shapes:
+        need = register_need(plan.constant("BLOCK_N"), plan.constant("MMA_COLS_V"),
+                             dict(plan.slots).get("weights", "registers"))
     return Explanation(plan, shape, registers_max, registers, need, work, traffic,
                        _roofline(work, traffic, target.device, bool(plan.wgmma_shapes)), variants, seen.unknown,
                        seen.exact)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-
-# Of fa3: those that take whole query tiles; that split keys, for few tiles or a last round that leaves SMs idle; and that
-# pack the query heads of a kv head as well, for few queries.
+# Of fa3 kernels: those that take whole query tiles; that split keys, for few tiles or a last round that leaves SMs
+# idle; and that pack the query heads of a kv head as well, for few queries.
 KINDS = ("whole", "split", "packed")
 
 
@@ -98,6 +97,8 @@ _TIMED = "fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)"
 _BESIDE = "the tile of a neighbouring head size, as shared memory and registers allow; not timed"
 
 CAUSAL = frozenset({"causal"})
+UNCUT = frozenset({"full", "causal"})
+UNPACKED = frozenset({"whole", "split"})
 EVERY = frozenset(KINDS)
 SPLIT = frozenset({"split"})    # of the full mask: long sequences; of the causal one: few query tiles
 WHOLE = frozenset({"whole"})
@@ -112,8 +113,9 @@ TILES += tuple(
         (ANY, 32, 32, 256, 64, 16, 4, 2, "registers", "pingpong", EVERY, _BESIDE),
         (FULL, 64, 64, 192, 128, 12, 3, 2, "registers", "pingpong", SPLIT, _TIMED),
         (ANY, 64, 64, 256, 64, 16, 4, 2, "registers", "pingpong", EVERY, _TIMED),
-        (FULL, 96, 96, 192, 112, 12, 3, 2, "registers", "pingpong", EVERY, _TIMED),
+        (UNCUT, 96, 96, 192, 112, 12, 3, 2, "registers", "pingpong", UNPACKED, _TIMED),
         (ANY, 96, 96, 192, 80, 12, 4, 2, "registers", "pingpong", EVERY, _BESIDE),
+        (ANY, 128, 128, 64, 64, 4, 4, 2, "registers", "overlap", PACKED, _TIMED),
         (CAUSAL, 128, 128, 128, 64, 8, 4, 2, "registers", "pingpong", SPLIT, _TIMED),
         (ANY, 128, 128, 192, 64, 12, 4, 2, "registers", "pingpong", EVERY, _TIMED),
         (ANY, 192, 128, 128, 112, 8, 2, 1, "registers", "pingpong", EVERY, _BESIDE),

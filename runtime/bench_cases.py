@@ -234,7 +234,8 @@ def _best(twins: Sequence[Spec], case: Case, num_sms: int) -> Spec:
     if len(twins) == 1:
         return twins[0]
     (rows_q, rows_kv), = set(case.lengths)  # only dense ones have twins
-    cut = cutting_of(lower(next(spec for spec in twins if spec.split and not spec.pack_gqa)))
-    splits, packs = best_twin(cut, num_sms, batch=case.batch, seqlen_q=rows_q, seqlen_kv=rows_kv,
+    cuts = [cutting_of(lower(next(spec for spec in twins if spec.split and spec.pack_gqa == packed)))
+            for packed in (False, True)]
+    splits, packs = best_twin(cuts[0], cuts[1], num_sms, batch=case.batch, seqlen_q=rows_q, seqlen_kv=rows_kv,
                               num_heads_q=case.num_heads_q, num_heads_kv=case.num_heads_kv)
     return max(twins, key=lambda spec: (spec.pack_gqa == bool(packs), spec.split == splits))

@@ -159,10 +159,11 @@ class Registry:
             return wanted
         head_dims, mask = (wanted.head_dim_qk, wanted.head_dim_v), mask_choice(wanted.causal, wanted.window)
         for arch in self._archs(device_index):
-            tile = find_tile("fa3", arch, mask, *head_dims, "split")
-            if tile is not None:
-                cut = Cutting(tile.m, tile.n, wanted.causal, False, *head_dims, DTYPES[wanted.dtype].bytes)
-                splits, packs = best_twin(cut, self.num_sms(device_index), **call)
+            tiles = [find_tile("fa3", arch, mask, *head_dims, kind) for kind in ("split", "packed")]
+            cuts = [Cutting(tile.m, tile.n, wanted.causal, packed, *head_dims, DTYPES[wanted.dtype].bytes)
+                    for tile, packed in zip(tiles, (False, True), strict=True) if tile is not None]
+            if len(cuts) == 2:
+                splits, packs = best_twin(cuts[0], cuts[1], self.num_sms(device_index), **call)
                 return replace(wanted, split=splits, pack_gqa=packs)
         return wanted
 

@@ -15,10 +15,10 @@ from flashgen.errors import UnsupportedError
 MAX_PARTS = 128             # of the keys of one query tile
 MAX_ROUNDS = 4              # of parts over all SMs: more never paid
 # What splitting costs, in the time that a query tile spends on one key: of each round of parts, of waiting for the last
-# ones, and how many bytes of parts are written and read back meanwhile, for each column of the output (a key takes longer
-# with more of them). Fitted to forced numbers of parts timed on an H200: within 2 % of the best of ten calls (docs/fa3.md).
+# ones, and how many bytes of parts are written and read back meanwhile, for each column of the output (a key takes
+# longer with more of them). Fitted to forced numbers of parts timed on an H200: within 2 % of the best (docs/fa3.md).
 ROUND_KEYS, MERGE_KEYS, BYTES_PER_KEY = 192, 256, 512
-PACKING_GAIN = 0.75         # of the query tiles: with more of them left, packing is not worth its slower stores
+PACKING_GAIN = 0.75         # of the rows multiplied: with more of them left, packing is not worth its slower stores
 SPLIT_GAIN = 0.012          # docs/fa3.md: predicted gains below it were losses
 SECTION_HEADS = 16          # docs/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
 SECTION_BYTES = 32 << 20    # of K and V that L2 keeps beside what else passes through it
@@ -93,18 +93,20 @@ def cut_tail(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv
     return split_tail(tiles, lengths, num_sms, rows * cut.part_row_bytes, cut.keys, cut.head_dim_v)
 
 
-def best_twin(cut: Cutting, num_sms: int, **call: Any) -> tuple[bool, bool | None]:
+def best_twin(cut: Cutting, packed: Cutting, num_sms: int, **call: Any) -> tuple[bool, bool | None]:
     """Whether a dense call had better be served by a kernel that cuts its last tiles, and by one that packs the query
-    heads of a kv head into its tiles; None where none can. Arguments as values.launch_values takes them.
+    heads of a kv head into its tiles; None where none can. `cut` and `packed`: of the two that cut. Other arguments as
+    values.launch_values takes them.
 
-    Long sequences have as many tiles packed or not, and unpacked ones are stored faster.
+    Packing must spare rows that are multiplied for nothing, and not have keys read more often. Long sequences have as many
+    rows packed or not, and unpacked ones are stored faster.
     """
     seqlen_q, group = call["seqlen_q"], call["num_heads_q"] // call["num_heads_kv"]
     packs = None
     if group <= WARPGROUP_ROWS:
-        packed = -(-seqlen_q // cut._replace(packed=True).queries(group))
-        packs = packed <= PACKING_GAIN * group * -(-seqlen_q // cut.rows)
-    return cut_tail(cut._replace(packed=bool(packs)), num_sms, **call).max_parts > 1, packs
+        tiles, others = -(-seqlen_q // packed.queries(group)), group * -(-seqlen_q // cut.rows)
+        packs = tiles <= others and packed.rows * tiles <= PACKING_GAIN * cut.rows * others
+    return cut_tail(packed if packs else cut, num_sms, **call).max_parts > 1, packs
 
 
 def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_bytes: int, keys: int = 64,

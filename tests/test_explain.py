@@ -270,7 +270,7 @@ def test_times_of_wgmma_by_hand() -> None:
     clocks_per_ms = device.bf16_tflops * 1e9 / 4096
     assert clocks_per_ms / device.num_sms == pytest.approx(1.83e6, rel=0.01)
     assert e.roofline.units["tensor cores"] == pytest.approx(scores * 4 * 128 / 4096 / clocks_per_ms)
-    assert e.roofline.units["issue slots"] == pytest.approx(scores * 7 / 128 / clocks_per_ms)
+    assert e.roofline.units["issue slots"] == pytest.approx(scores * 6 / 128 / clocks_per_ms)
 
 
 def test_text_of_a_persistent_kernel() -> None:
@@ -284,7 +284,7 @@ def test_text_of_a_persistent_kernel() -> None:
         "mma 12 warps * 32 * 160 = 61440 at least scores 40 + probabilities 20 + output 64 + 24 = 148",
         "barriers: 13,", "K_EMPTY 3 * 3 arrivals a stage of K is EMPTY", "Q_FULL 1 * 1 arrivals the query tile",
         "v_map v 80 rows * 64 columns = 10240 bytes a copy, swizzle 128", "2 waves, the last 82 % full",
-        " 50 %: 1 exp2 per score, 16 per SM clock", " 44 %: 7 instructions per score, 128 per SM clock",
+        " 50 %: 1 exp2 per score, 16 per SM clock", " 38 %: 6 instructions per score, 128 per SM clock",
         "100 %: 512 FLOP per score, 4096 per SM clock", "bound: tensor cores = 100 %, ",
     ):
         assert any(words in " ".join(line.split()) for line in lines), words

@@ -160,7 +160,8 @@ CHANGES = {
     "window": True, "kv_layout": "varlen", "lse": False, "batch_invariant": True, "tile": Tile(m=64, n=32), "stages": 3,
     "roles": Roles(mma=8), "blocks_per_sm": 1, "q_operand": "shared",
 }
-FA3_CHANGES = {"family": "fa3", "q_stages": 2, "p_operand": "shared", "schedule": "overlap", "split": True, "pack_gqa": True}
+FA3_CHANGES = {"family": "fa3", "q_stages": 2, "p_operand": "shared", "schedule": "overlap", "split": True,
+               "pack_gqa": True}
 MLA_CHANGES = {"pass": "schedule", "page_size": 1}
 EXPRESSIONS = {  # test_variants.py compiles these
     "score": {"score": "2 * score"}, "mask": {"mask": "kv_pos // 7 == q_pos // 7"}, "sink": {"sink": "per_head"},

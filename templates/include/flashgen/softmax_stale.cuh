@@ -8,11 +8,11 @@
 #include "flashgen/softmax.cuh"
 
 // How far, in powers of two, a weight may outgrow 1. Its precision does not depend on that, only its range does: fp16
-// ends at 2^16; bf16 and the sums have the exponents of fp32, and 2^32 leaves room for 2^14 keys with values of 2^81.
-FG_DEVICE constexpr float stale_log2(bf16) { return 32.0f; }
+// ends at 2^16; bf16 and the sums have the exponents of fp32, and 2^64 leaves room for 2^14 keys with values of 2^49.
+FG_DEVICE constexpr float stale_log2(bf16) { return 64.0f; }
 FG_DEVICE constexpr float stale_log2(fp16) { return 14.0f; }
-FG_DEVICE constexpr float stale_weight(bf16) { return 4294967296.0f; }  // 2 to that
-FG_DEVICE constexpr float stale_weight(fp16) { return 16384.0f; }
+FG_DEVICE constexpr float stale_weight(bf16) { return 0x1p64f; }
+FG_DEVICE constexpr float stale_weight(fp16) { return 0x1p14f; }
 
 struct StaleRows {
   float reference[1][2];  // of rows lane / 4 and lane / 4 + 8; -inf: no key seen yet
