@@ -97,8 +97,6 @@ _TIMED = "fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)"
 _BESIDE = "the tile of a neighbouring head size, as shared memory and registers allow; not timed"
 
 CAUSAL = frozenset({"causal"})
-UNCUT = frozenset({"full", "causal"})
-UNPACKED = frozenset({"whole", "split"})
 EVERY = frozenset(KINDS)
 SPLIT = frozenset({"split"})    # of the full mask: long sequences; of the causal one: few query tiles
 WHOLE = frozenset({"whole"})
@@ -113,8 +111,7 @@ TILES += tuple(
         (ANY, 32, 32, 256, 64, 16, 4, 2, "registers", "pingpong", EVERY, _BESIDE),
         (FULL, 64, 64, 192, 128, 12, 3, 2, "registers", "pingpong", SPLIT, _TIMED),
         (ANY, 64, 64, 256, 64, 16, 4, 2, "registers", "pingpong", EVERY, _TIMED),
-        (UNCUT, 96, 96, 192, 112, 12, 3, 2, "registers", "pingpong", UNPACKED, _TIMED),
-        (ANY, 96, 96, 192, 80, 12, 4, 2, "registers", "pingpong", EVERY, _BESIDE),
+        (ANY, 96, 96, 192, 80, 12, 4, 2, "registers", "pingpong", EVERY, _TIMED),
         (ANY, 128, 128, 64, 64, 4, 4, 2, "registers", "overlap", PACKED, _TIMED),
         (CAUSAL, 128, 128, 128, 64, 8, 4, 2, "registers", "pingpong", SPLIT, _TIMED),
         (ANY, 128, 128, 192, 64, 12, 4, 2, "registers", "pingpong", EVERY, _TIMED),

@@ -98,8 +98,8 @@ def best_twin(cut: Cutting, packed: Cutting, num_sms: int, **call: Any) -> tuple
     heads of a kv head into its tiles; None where none can. `cut` and `packed`: of the two that cut. Other arguments as
     values.launch_values takes them.
 
-    Packing must spare rows that are multiplied for nothing, and not have keys read more often. Long sequences have as many
-    rows packed or not, and unpacked ones are stored faster.
+    Packing must spare rows that are multiplied for nothing, and not have keys read more often. Long sequences have as
+    many rows packed or not, and unpacked ones are stored faster.
     """
     seqlen_q, group = call["seqlen_q"], call["num_heads_q"] // call["num_heads_kv"]
     packs = None

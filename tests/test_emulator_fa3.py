@@ -76,7 +76,16 @@ def test_every_kernel(spec: Spec, plan: Plan) -> None:
     assert not failures, "\n\n".join(row.message for row in failures[:3])
 
 
-HEAD_DIMS = [(8, 8), (40, 72), (72, 40), (80, 80), (128, 64), (200, 136)]
+@pytest.mark.parametrize("variant", ["bf16_d128", "bf16_d128_causal_split", "bf16_d128_split_packed",
+                                     "bf16_d128_window", "bf16_d128_varlen"])
+def test_all_head_dims_have_a_plan(variant: str) -> None:
+    dims = range(8, 257, 8)
+    for head_dim_qk in dims:
+        for head_dim_v in dims:
+            lower(fa3(variant).with_(head_dim_qk=head_dim_qk, head_dim_v=head_dim_v))
+
+
+HEAD_DIMS = [(8, 8), (40, 72), (72, 40), (80, 80), (128, 64), (128, 72), (200, 136)]
 
 
 @pytest.mark.parametrize("changes", [{"causal": True, "split": True}, {"kv_layout": "varlen"}], ids=str)

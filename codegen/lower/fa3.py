@@ -55,9 +55,23 @@ def lower(spec: Spec, target: Target) -> Plan:
     if expressions.gathers(spec) and row.m > rows:
         row = replace(row, m=rows, warps=rows // WARPGROUP_ROWS * WARPGROUP_WARPS,
                       source=f"{row.source}; with fewer rows, as each score reads an element of a tensor")
+    varlen = spec.kv_layout == "varlen"
+    # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
+    poisonable = varlen or mask != "full"
+
+    def in_smem(tile: TileRow) -> tuple[tuple[Barrier, ...], tuple[Region, ...]]:
+        groups = tile.m // WARPGROUP_ROWS
+        barriers = _barriers(tile, groups, poisonable)
+        return barriers, _smem(spec, tile, groups, mask == "expression", _out_stages(spec, tile), barriers)
+
     tile = overridden(spec, row)
     _check_tile(spec, tile)
-    groups, varlen = tile.m // WARPGROUP_ROWS, spec.kv_layout == "varlen"
+    barriers, smem = in_smem(tile)
+    if spec.stages is None and smem[-1].offset_bytes + smem[-1].size_bytes > target.smem_per_block_bytes:
+        tile = replace(tile, stages=tile.stages - 1,
+                       source=f"{tile.source}; with a stage less, as queries and output of these head dims lie apart")
+        barriers, smem = in_smem(tile)
+    groups = tile.m // WARPGROUP_ROWS
     load_registers, mma_registers = _registers(spec, groups) or (None, None)
     split = spec.split
     # Without turns, warpgroups whose softmax takes long fall into step (docs/variants.md).
@@ -65,12 +79,8 @@ def lower(spec: Spec, target: Target) -> Plan:
     pingpong = (spec.schedule or ("pingpong" if slow else tile.schedule)) == "pingpong" and groups > 1
     packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
     order = "in_order" if packed else "longest_first"
-    # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
-    poisonable = varlen or mask != "full"
-    barriers = _barriers(tile, groups, poisonable)
     out_stages = _out_stages(spec, tile)
     over_queries = not packed and not out_stages
-    smem = _smem(spec, tile, groups, mask == "expression", out_stages, barriers)
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
         template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
