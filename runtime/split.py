@@ -19,6 +19,8 @@ MAX_ROUNDS = 4              # of parts over all SMs: more never paid
 # longer with more of them). Fitted to forced numbers of parts timed on an H200: within 2 % of the best (docs/fa3.md).
 ROUND_KEYS, MERGE_KEYS, BYTES_PER_KEY = 192, 256, 512
 PACKING_GAIN = 0.75         # of the rows multiplied: with more of them left, packing is not worth its slower stores
+# Key tiles as wide as that, which only kernels that split have, pay from so many keys on, split or not (docs/fa3.md).
+WIDE_TILE, WIDE_KEYS = 128, 4096
 SPLIT_GAIN = 0.012          # docs/fa3.md: predicted gains below it were losses
 SECTION_HEADS = 16          # docs/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
 SECTION_BYTES = 32 << 20    # of K and V that L2 keeps beside what else passes through it
@@ -106,7 +108,8 @@ def best_twin(cut: Cutting, packed: Cutting, num_sms: int, **call: Any) -> tuple
     if group <= WARPGROUP_ROWS:
         tiles, others = -(-seqlen_q // packed.queries(group)), group * -(-seqlen_q // cut.rows)
         packs = tiles <= others and packed.rows * tiles <= PACKING_GAIN * cut.rows * others
-    return cut_tail(packed if packs else cut, num_sms, **call).max_parts > 1, packs
+    wide = cut.keys >= WIDE_TILE and call["seqlen_kv"] >= WIDE_KEYS
+    return wide or cut_tail(packed if packs else cut, num_sms, **call).max_parts > 1, packs
 
 
 def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_bytes: int, keys: int = 64,
