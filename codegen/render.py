@@ -1,6 +1,7 @@
 """plan -> source: Jinja over templates/, and the closure of headers the text reaches."""
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -52,7 +53,10 @@ def render(plan: Plan) -> Source:
 
 def _kv_loops(plan: Plan) -> tuple[KvLoop, ...]:
     mask = dict(plan.slots).get("mask")
-    return MASKS[mask].loops[plan.family] if mask else ()
+    loops = MASKS[mask].loops[plan.family] if mask else ()
+    if _flags(plan)["summed"]:  # the weights are the scores
+        return tuple(dataclasses.replace(loop, exact=False, stale=False) for loop in loops)
+    return loops
 
 
 def plan_and_source(spec: Spec) -> tuple[Plan, Source]:

@@ -31,11 +31,8 @@ class KvLoop:
     until: str    # member of KvTiles: where this loop ends
     masked: bool
     exact: bool = False    # fa3: a row may meet its first key, so true maxima are taken
+    stale: bool = True     # fa3: they are not
     settles: bool = False  # fa3: by now every row has met its first key, if it ever does
-
-    @property
-    def stale(self) -> bool:
-        return not self.exact
 
 
 _RIGHT_ABOUT = "tiles that the mask cuts on the right: masked"
@@ -47,7 +44,7 @@ _WHOLE = KvLoop(_WHOLE_ABOUT, "full_begin", False)
 _LEFT = KvLoop("tiles that the window cuts on the left: masked", "begin", True)
 
 _UP_LEFT = KvLoop("tiles in which a row may meet its first key: masked", "min_int(tiles.met, tiles.end)", True,
-                  exact=True)
+                  exact=True, stale=False)
 _UP_WHOLE = KvLoop(_WHOLE_ABOUT, "min_int(tiles.full_end, tiles.end)", False, settles=True)
 _UP_RIGHT = KvLoop(_RIGHT_ABOUT, "tiles.end", True)
 _UP_TAIL = KvLoop(_TAIL_ABOUT, "tiles.end", True)

@@ -29,11 +29,10 @@ from flashgen.codegen.spec_fields import (
     rows,
     rows_by_name,
     show,
-    together,
     unknown_key,
 )
 from flashgen.codegen.yaml_tree import Node, from_python, read_yaml, show_path
-from flashgen.errors import SpecError
+from flashgen.errors import SpecError, together
 
 __all__ = ["MAX_VARIANTS", "Roles", "Spec", "SpecFile", "Tile", "fields_markdown", "json_schema", "load_specs",
            "shipped_spec_paths", "spec_path", "specs_from_mapping", "variant_spec_paths"]

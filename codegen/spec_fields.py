@@ -29,7 +29,7 @@ from flashgen.codegen.expr import MAX_TEXT
 from flashgen.codegen.expr_tree import DIMS
 from flashgen.codegen.target import TARGETS
 from flashgen.codegen.yaml_tree import Trap
-from flashgen.errors import SpecError
+from flashgen.errors import SpecError, together
 
 if TYPE_CHECKING:  # a checker cannot read a Literal made from a table
     Arch = str
@@ -127,9 +127,8 @@ class Spec(_Frozen):
         "query tiles in flight per warpgroup; nothing means that the plan decides", "tiles", override=True,
         family="fa3", others="its blocks have one query tile each", ge=1, le=2)] = None
     p_operand: Annotated[Literal["registers", "shared"] | None, _row(
-        "where the weights are that are multiplied with the values: shared memory leaves registers to wider key tiles; "
-        "nothing means that the plan decides", override=True, family="fa3",
-        others="its products take them from registers")] = None
+        "where weights wait to be multiplied with values; nothing means that the plan decides", override=True,
+        family="fa3", others="its products take them from registers")] = None
     schedule: Annotated[Literal["overlap", "pingpong"] | None, _row(
         "what runs under a softmax. overlap: the value product of the key tile before; pingpong: also the products of "
         "the other warpgroups, which take turns; nothing means that the plan decides",
@@ -392,13 +391,3 @@ def bad_value(row: Row, value: object, where: str, note: str = "") -> SpecError:
 
 def unknown_key(key: str, known: list[str], where: str) -> SpecError:
     return SpecError(f"unknown key {show(key)}", where=where, allowed=", ".join(known), nearest=closest(key, known))
-
-
-def together(problems: list[SpecError]) -> SpecError:
-    """One error for all: the first, with the others listed below it."""
-    first, *others = problems
-    if not others:
-        return first
-    details = "\n".join([f"and {len(others)} more:", *map(str, others)])
-    return SpecError(first.what, where=first.where, allowed=first.allowed, nearest=first.nearest, next=first.next,
-                     details=details)

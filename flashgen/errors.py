@@ -91,3 +91,13 @@ class BundleError(FlashgenError):
     """A bundle directory is damaged or was made by an incompatible flashgen."""
 
     exit_code = 9
+
+
+def together(problems: list[SpecError]) -> SpecError:
+    """One error for all: the first, with the others listed below it."""
+    first, *others = problems
+    if not others:
+        return first
+    details = "\n".join([f"and {len(others)} more:", *map(str, others)])
+    return SpecError(first.what, where=first.where, allowed=first.allowed, nearest=first.nearest, next=first.next,
+                     details=details)

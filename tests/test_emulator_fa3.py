@@ -161,7 +161,7 @@ def test_grids_of_any_size(variant: str, sms: int) -> None:
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
 def test_any_number_of_parts(causal: bool | str, tiles_per_part: int) -> None:
     """Up to one for each tile of keys, more than are read at once; tiles of different lengths; some of one part."""
-    def cut(num_tiles: int, lengths: dict[int, int], num_sms: int, part_bytes: int, head_dim_v: int) -> split.Parts:
+    def cut(num_tiles: int, lengths: dict[int, int], num_sms: int, *costs: int) -> split.Parts:
         rest = sum(lengths.values())
         units = sum(count * -(-length // tiles_per_part) for length, count in lengths.items())
         return split.Parts(num_tiles - rest, tiles_per_part, -(-max(lengths, default=1) // tiles_per_part),

@@ -98,7 +98,7 @@ CASES = {
                       ["overrides matches no variant"]),
     "no set": (FULL + "overrides: [{when: {dtype: bf16}}]\n", "7:13", ["not {when: ..., set: ...}"]),
     "set a choice": (FULL + "overrides: [{when: {dtype: bf16}, set: {causal: true}}]\n", "7:41",
-                     ["unknown key causal", "allowed: tile, stages, roles, blocks_per_sm, q_operand, q_stages, sch"]),
+                     ["unknown key causal", "allowed: tile, stages, roles, blocks_per_sm, q_operand, q_stages, p_op"]),
     "head dim of another family": (HEAD + "head_dim_qk: [64, 320]\n", "6:19", [
         "head_dim_qk is 320 with family fa2", "allowed: multiples of 8 from 8 to 256", "nearest: 256",
         "{family: fa2, head_dim_qk: 320}"]),
