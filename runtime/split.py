@@ -96,9 +96,9 @@ def cut_tail(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv
 
 
 def best_twin(cut: Cutting, packed: Cutting, num_sms: int, **call: Any) -> tuple[bool, bool | None]:
-    """Whether a dense call had better be served by a kernel that cuts its last tiles, and by one that packs the query
-    heads of a kv head into its tiles; None where none can. `cut` and `packed`: of the two that cut. Other arguments as
-    values.launch_values takes them.
+    """Whether a dense call had better be served by a kernel that can cut its last tiles, because it does or because its
+    key tiles are wide, and by one that packs the query heads of a kv head into its tiles; None where none can. `cut`
+    and `packed`: of the two that can cut. Other arguments as values.launch_values takes them.
 
     Packing must spare rows that are multiplied for nothing, and not have keys read more often. Long sequences have as
     many rows packed or not, and unpacked ones are stored faster.

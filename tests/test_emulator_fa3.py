@@ -18,7 +18,7 @@ from strategies import problems
 from flashgen.codegen.lower import lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec import Spec
-from flashgen.errors import UnsupportedError
+from flashgen.errors import PlanError, UnsupportedError
 from flashgen.runtime import split, values
 from flashgen.runtime.compare import check_bits
 from flashgen.runtime.edges import company_problem, edge_lengths, masks
@@ -79,10 +79,17 @@ def test_every_kernel(spec: Spec, plan: Plan) -> None:
 @pytest.mark.parametrize("variant", ["bf16_d128", "bf16_d128_causal_split", "bf16_d128_split_packed",
                                      "bf16_d128_window", "bf16_d128_varlen"])
 def test_all_head_dims_have_a_plan(variant: str) -> None:
-    dims = range(8, 257, 8)
+    spec, dims = fa3(variant), range(8, 257, 8)
     for head_dim_qk in dims:
         for head_dim_v in dims:
-            lower(fa3(variant).with_(head_dim_qk=head_dim_qk, head_dim_v=head_dim_v))
+            lower(spec.with_(head_dim_qk=head_dim_qk, head_dim_v=head_dim_v))
+
+
+def test_a_tile_that_is_asked_for_keeps_its_stages() -> None:
+    """A stage less is for rows of the table alone, and never one stage."""
+    for head_dim in (128, 192):
+        with pytest.raises(PlanError, match="bytes of shared memory"):
+            lower(fa3(f"bf16_d{head_dim}").with_(tile={"m": 128, "n": 160 if head_dim == 128 else 128}))
 
 
 HEAD_DIMS = [(8, 8), (40, 72), (72, 40), (80, 80), (128, 64), (128, 72), (200, 136)]

@@ -23,6 +23,7 @@ from flashgen.runtime.split import (
     SECTION_BYTES,
     SECTION_HEADS,
     Cutting,
+    best_twin,
     cut_tail,
     sections,
     split_tail,
@@ -81,6 +82,22 @@ def test_the_number_of_parts_is_one_of_the_fastest(row: dict[str, Any]) -> None:
     us = {int(parts): time for parts, time in row["us"].items()}
     near = {max(parts for parts in us if parts <= found), min(parts for parts in us if parts >= found)}
     assert max(us[parts] for parts in near) <= 1.02 * min(us.values())
+
+
+def test_which_twin_serves_a_call() -> None:
+    cut, packed = Cutting(192, 64, False, False, 128, 128, 2), Cutting(64, 64, False, True, 128, 128, 2)
+
+    def twin(cut: Cutting, batch: int, seqlen_q: int, seqlen_kv: int, heads: int, kv_heads: int) -> tuple[bool, Any]:
+        return best_twin(cut, packed, SMS, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=heads,
+                         num_heads_kv=kv_heads)
+
+    assert twin(cut, 1, 1, 8192, 32, 8) == (True, True) and twin(cut, 1, 16, 8192, 32, 8) == (True, True)
+    assert twin(cut, SMS, 192, 8192, 1, 1) == (False, False)    # a whole round of full tiles
+    assert twin(cut, 1, 128, 8192, 8, 8)[1] is False            # keys would be read twice
+    assert twin(cut, 1, 2048, 2048, 32, 8)[1] is False          # no rows to spare
+    assert twin(cut, 1, 1, 8192, 130, 2)[1] is None             # a warpgroup does not hold 65 heads
+    wide = cut._replace(keys=128)
+    assert twin(wide, SMS, 192, 4096, 1, 1) == (True, False) and twin(wide, SMS, 192, 2048, 1, 1) == (False, False)
 
 
 @pytest.mark.parametrize("top_left", [False, True])

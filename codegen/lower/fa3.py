@@ -32,6 +32,7 @@ REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
 GATHER_REGISTERS = (40, 152)  # of three, where tiles are found by tensors that are read element by element
 ALL_REGISTERS = 255       # of a thread: what each has from the start where only one warpgroup multiplies
 WARP_ROWS = 16            # of an accumulator of wgmma
+MIN_STAGES = 2            # of keys and values: keys run a tile ahead
 OUT_STAGES = 2            # panels of the output that a warp has under way
 WORK_STAGES = 2           # query tiles announced ahead: the one at work, and the one whose loads run
 TICKET_LEAD = 3           # hides the answer of a device-wide counter; more would hand out tiles too early
@@ -67,7 +68,7 @@ def lower(spec: Spec, target: Target) -> Plan:
     tile = overridden(spec, row)
     _check_tile(spec, tile)
     barriers, smem = in_smem(tile)
-    if spec.stages is None and smem[-1].offset_bytes + smem[-1].size_bytes > target.smem_per_block_bytes:
+    if tile == row and tile.stages > MIN_STAGES and _end(smem) > target.smem_per_block_bytes:
         tile = replace(tile, stages=tile.stages - 1,
                        source=f"{tile.source}; with a stage less, as queries and output of these head dims lie apart")
         barriers, smem = in_smem(tile)
@@ -96,7 +97,7 @@ def lower(spec: Spec, target: Target) -> Plan:
         params=_params(spec, order, split), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
-        launch=Launch(WARPGROUP_THREADS * (groups + 1), 1, smem[-1].offset_bytes + smem[-1].size_bytes,
+        launch=Launch(WARPGROUP_THREADS * (groups + 1), 1, _end(smem),
                       "x = one block per SM, or per unit of work where those are fewer"),
         tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
@@ -163,6 +164,10 @@ def _smem(spec: Spec, tile: TileRow, groups: int, walked: bool, out_stages: int,
             f"[stages][{groups} warpgroups] which tile a stage of keys holds; [stages] of values"),) if walked else ()),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))
+
+
+def _end(smem: tuple[Region, ...]) -> int:
+    return smem[-1].offset_bytes + smem[-1].size_bytes
 
 
 def _panel_cols(head_dim: int) -> int:
