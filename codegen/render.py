@@ -52,11 +52,15 @@ def render(plan: Plan) -> Source:
 
 
 def _kv_loops(plan: Plan) -> tuple[KvLoop, ...]:
-    mask = dict(plan.slots).get("mask")
-    loops = MASKS[mask].loops[plan.family] if mask else ()
+    loops = _loops_of_mask(plan)
     if _flags(plan)["summed"]:  # the weights are the scores
         return tuple(dataclasses.replace(loop, exact=False, stale=False) for loop in loops)
     return loops
+
+
+def _loops_of_mask(plan: Plan) -> tuple[KvLoop, ...]:
+    mask = dict(plan.slots).get("mask")
+    return MASKS[mask].loops[plan.family] if mask else ()
 
 
 def plan_and_source(spec: Spec) -> tuple[Plan, Source]:
@@ -71,7 +75,9 @@ def _flags(plan: Plan) -> dict[str, bool]:
     """The plan's flags, those that only variants with expressions have, and the opposites that stand for an else."""
     flags = dict.fromkeys(EXPRESSION_FLAGS, False) | dict(plan.flags)
     flags |= {opposite: not flags[flag] for flag, opposite in EXPRESSION_FLAGS.items() if opposite}
-    return flags | {"ranged_and_poisonable": flags["ranged"] and flags.get("poisonable", False)}
+    two_sided = any(loop.leaves for loop in _loops_of_mask(plan))
+    return flags | {"ranged_and_poisonable": flags["ranged"] and flags.get("poisonable", False),
+                    "two_sided": two_sided, "one_sided": not two_sided}
 
 
 def _view(plan: Plan) -> dict[str, object]:

@@ -33,6 +33,7 @@ class KvLoop:
     exact: bool = False    # fa3: a row may meet its first key, so true maxima are taken
     stale: bool = True     # fa3: they are not
     settles: bool = False  # fa3: by now every row has met its first key, if it ever does
+    leaves: bool = False   # fa3: what comes before and after the whole tiles, and may have been the end
 
 
 _RIGHT_ABOUT = "tiles that the mask cuts on the right: masked"
@@ -43,11 +44,12 @@ _RIGHT = KvLoop(_RIGHT_ABOUT, "full_end", True)
 _WHOLE = KvLoop(_WHOLE_ABOUT, "full_begin", False)
 _LEFT = KvLoop("tiles that the window cuts on the left: masked", "begin", True)
 
-_UP_LEFT = KvLoop("tiles in which a row may meet its first key: masked", "min_int(tiles.met, tiles.end)", True,
-                  exact=True, stale=False)
 _UP_WHOLE = KvLoop(_WHOLE_ABOUT, "min_int(tiles.full_end, tiles.end)", False, settles=True)
 _UP_RIGHT = KvLoop(_RIGHT_ABOUT, "tiles.end", True)
 _UP_TAIL = KvLoop(_TAIL_ABOUT, "tiles.end", True)
+# Both ends of a mask that cuts on two sides: one text less to compile (a fifth of the kernel).
+_UP_SIDES = KvLoop("tiles that the mask cuts, or in which a row may meet its first key: masked", "masked_end", True,
+                   exact=True, stale=False, leaves=True)
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,14 @@ MASKS: dict[str, MaskChoice] = {
     "full": MaskChoice({"fa2": (_TAIL, _WHOLE), "fa3": (_UP_WHOLE, _UP_TAIL)}, ()),
     "causal": MaskChoice({"fa2": (_RIGHT, _WHOLE), "fa3": (_UP_WHOLE, _UP_RIGHT)}, (_ALIGN,)),
     "window": MaskChoice(
-        {"fa2": (_RIGHT, _WHOLE, _LEFT), "fa3": (_UP_LEFT, _UP_WHOLE, _UP_RIGHT)},
+        {"fa2": (_RIGHT, _WHOLE, _LEFT), "fa3": (_UP_SIDES, _UP_WHOLE)},
         (
             _ALIGN,
             Param("window_left", "i32", "keys visible before the diagonal, at most max(seqlen_q, seqlen_kv)"),
             Param("window_right", "i32", "keys visible after the diagonal, likewise"),
         ),
     ),
-    "interval": MaskChoice({"fa2": (_RIGHT, _WHOLE, _LEFT), "fa3": (_UP_LEFT, _UP_WHOLE, _UP_RIGHT)}, (_ALIGN,)),
+    "interval": MaskChoice({"fa2": (_RIGHT, _WHOLE, _LEFT), "fa3": (_UP_SIDES, _UP_WHOLE)}, (_ALIGN,)),
     "expression": MaskChoice({"fa2": (), "fa3": ()}, (_ALIGN,)),  # tiles are found by class, not by bounds
 }
 

@@ -46,6 +46,7 @@
 #include "flashgen/gemm_async.cuh"
 #include "flashgen/mask.cuh"
 #include "flashgen/nonfinite.cuh"
+#include "flashgen/ptx/atomic.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/ptx/setmaxnreg.cuh"
@@ -507,6 +508,17 @@ FG_DEVICE void clean_values(unsigned char* smem, uint64_t* barriers, int clean_w
   }
 }
 
+// ---- infinities and NaNs that were kept from the products: by hand to where the rows that see them have their output, the
+// first of this lane's being `row`. See each_nonfinite.
+FG_DEVICE bool poisoned(const Assignment& a) { return a.poisoned[0] + a.poisoned[1] != 0; }
+
+template <class Visible, class Add>
+FG_DEVICE void put_back(const Params& p, const Assignment& a, int row, Visible visible, Add add) {
+  const Element* const v = v_rows(p, a.work);
+  // In tiles that all rows see the products have added them already, which makes no difference.
+  each_nonfinite<HEAD_DIM_V>(v, p.v_row_stride, 0, a.work.seqlen_kv, row, visible, add);
+}
+
 // ---- a product warpgroup: 64 rows of each query tile
 // Which of the warpgroups that multiply this is. Asked anew for every tile: a value kept across the main loop would cost
 // a register that large heads do not have.
@@ -636,10 +648,6 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     // ---- epilogue
     // Of the warpgroup's 64 rows, those that exist; may be negative.
     const int rows_here = min_int(work.seqlen_q * rows_per_query(p) - first_row, group_queries(p) * rows_per_query(p));
-    if (a.poisoned[0] + a.poisoned[1] != 0) {
-      // In tiles that all rows see the products have added them already, which makes no difference.
-      add_nonfinite<HEAD_DIM_V>(o, v_rows(p, work), p.v_row_stride, 0, work.seqlen_kv, row, visible);
-    }
     bool whole = true;
     if (whole) {
       normalise(o, rows);
@@ -652,8 +660,17 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
         return smem + SMEM_Q + (warpgroup * Q_STAGES + q_stage) * QueryTile::BYTES + panel * QueryTile::PANEL_BYTES +
                warp * OutRows::PANEL_BYTES;
       };
-      if (warp_rows >= STORED_ROWS)
-        store_panels<OutRows, OUT_STAGES>(&p.out_map, w, image, map_q_row(work) + warp_row, work.head_q, map_batch(work));
+      store_panels<OutRows, OUT_STAGES>(w, image, [&](int panel, unsigned char* panel_image) {
+        if (warp_rows >= STORED_ROWS)
+          store_box<OutRows>(&p.out_map, panel_image, panel, map_q_row(work) + warp_row, work.head_q, map_batch(work));
+      });
+      if (poisoned(a)) {
+        if (lane == 0) bulk_wait<0>();  // the output is there
+        sync_warp();
+        put_back(p, a, row, visible, [&](int h, int col, uint32_t pair) {
+          if (lane_row + 8 * h < rows_here) red_add2(Element{}, out_row(p, work, row + 8 * h) + col, pair);
+        });
+      }
     }
     assignments.release_previous();
     wgmma_wait<0>(registers_of(s));

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import drawer_model as ptx
 import numpy as np
 from drawer_case import Arrays, Case
 from drawer_copies import copy_cases
@@ -242,7 +243,28 @@ def atomic_cases() -> list[Case]:
   const int i = 32 * blockIdx.x + threadIdx.x;
   p.out[i] = 3 * p.out[i] + i;
 """, lambda rng: {"out": words(rng, 1024)}, twice, blocks=32, launches=2)
-    return [taken, last, first, fenced, chain, summed, dependent]
+    return [taken, last, first, fenced, chain, summed, _summed_pairs("bf16"), _summed_pairs("fp16"), dependent]
+
+
+def _summed_pairs(element: str) -> Case:
+    """Integers that add up exactly, and an infinity."""
+    to_bits = {"bf16": ptx.float_to_bf16, "fp16": ptx.float_to_fp16}[element]
+
+    def inputs(rng: np.random.Generator) -> Arrays:
+        x = rng.integers(-15, 16, (8, 32, 2)).astype(np.float32)
+        x[3, 5, 1] = np.inf
+        halves = to_bits(x).astype(np.uint32)
+        return {"x": halves[..., 0] | halves[..., 1] << 16, "out": zeros(16)}
+
+    def model(arrays: Arrays) -> Arrays:
+        low, high = (to_bits(ptx.TO_FLOAT[element](half.astype(np.uint16)).reshape(-1, 16).sum(0)).astype(np.uint32)
+                     for half in (arrays["x"] & 0xffff, arrays["x"] >> 16))
+        return {"out": low | high << 16}
+
+    return Case(f"red_add2_{element}", ("atomic",), {"x": f"const {WORD}", "out": WORD}, f"""
+  {element}* const pair = ({element}*)(p.out + threadIdx.x % 16);
+  red_add2({element}{{}}, pair, p.x[32 * blockIdx.x + threadIdx.x]);
+""", inputs, model, blocks=8)
 
 
 CASES: dict[str, Case] = {

@@ -81,7 +81,7 @@ def lower(spec: Spec, target: Target) -> Plan:
     packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
     order = "in_order" if packed else "longest_first"
     out_stages = _out_stages(spec, tile)
-    over_queries = not packed and not out_stages
+    over_queries = not out_stages
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
         template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
@@ -176,12 +176,14 @@ def _panel_cols(head_dim: int) -> int:
 
 
 def _out_stages(spec: Spec, tile: TileRow) -> int:
-    """Panels of shared memory that each warp has for its output. 0: none, because its rows lie apart (packed), or it
-    goes where its queries were, which is possible when they are as wide, and the next ones have a stage of their own.
+    """Panels of shared memory that each warp has for its output. 0: none, because it goes where its queries were, which
+    is possible when they are as wide, and the next ones have a stage of their own.
     """
+    if spec.pack_gqa:
+        return 1  # plain stores wait for nothing
     fits = (tile.q_stages > 1 and _panel_cols(spec.head_dim_qk) == _panel_cols(spec.head_dim_v)
             and smem_cols(spec.head_dim_v) <= smem_cols(spec.head_dim_qk))
-    return 0 if fits or spec.pack_gqa else OUT_STAGES
+    return 0 if fits else OUT_STAGES
 
 
 def _tensor_maps(spec: Spec, tile: TileRow) -> tuple[TensorMap, ...]:
@@ -224,13 +226,14 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
     ]
     panels = smem_cols(spec.head_dim_v) // _panel_cols(spec.head_dim_v)
     if spec.pack_gqa:
-        constants.append(Constant("STORED_ROWS", WARPGROUP_ROWS + 1, "more than there are: no box takes rows of heads"))
+        stored = WARPGROUP_ROWS + 1, "more than there are: no box takes rows of heads"
     else:
-        constants += [
-            Constant("OUT_STAGES", out_stages or panels, "panels of 16 rows of output that a warp has room for"),
-            Constant("STORED_ROWS", WARP_ROWS if spec.kv_layout == "varlen" else 1,
-                     "of a warp's 16 that must exist for a box to take them: it ends where the tensor does"),
-        ]
+        stored = (WARP_ROWS if spec.kv_layout == "varlen" else 1,
+                  "of a warp's 16 that must exist for a box to take them: it ends where the tensor does")
+    constants += [
+        Constant("OUT_STAGES", out_stages or panels, "panels of 16 rows of output that a warp has room for"),
+        Constant("STORED_ROWS", *stored),
+    ]
     if registers := _registers(spec, groups):
         constants += [
             Constant("LOAD_REGISTERS", registers[0], "per thread that copies"),

@@ -75,6 +75,15 @@ void red_add_f32(float* address, float x) {
   add(fiber, address, x);
 }
 
+void red_add2(Type type, void* address, uint32_t x) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  maybe_yield(fiber);
+  check_atomic(fiber, address, Access::ATOMIC);
+  uint32_t& pair = *static_cast<uint32_t*>(address);
+  const uint32_t one = pack2(type, 1.0f, 1.0f);
+  pair = fma2(type, x, one, pair);
+}
+
 int ld_acquire(const int* address) {
   Fiber& fiber = enter(__builtin_return_address(0));
   return_to_scheduler(fiber);  // whoever polls must let others run

@@ -35,6 +35,14 @@ FG_DEVICE void write_slab(Slab<V>& slab, const float (&o)[1][V][4], const StaleR
   slab.rows[lane] = state;
 }
 
+// Adds a pair of elements to the columns `col` and `col` + 1 of row lane / 4 + 8 * h, by the lane that has them.
+template <class Element, int V>
+FG_DEVICE void add_to_slab(Slab<V>& slab, int h, int col, uint32_t pair) {
+  Floats4& fragment = slab.columns[col / 8][threadIdx.x % WARP_SIZE];
+  fragment.x[2 * h] += to_float(Element{(uint16_t)pair});
+  fragment.x[2 * h + 1] += to_float(Element{(uint16_t)(pair >> 16)});
+}
+
 // By a warp, after what it has to write, if anything.
 FG_DEVICE void arrive(int* arrivals) {
   sync_warp();

@@ -95,25 +95,25 @@ FG_DEVICE bool clean_tile(unsigned char* tile, int warp) {
   return true;
 }
 
-// Adds the non-finite values of keys [key, end) in device memory to the rows of `o` that see them. `v` points at row 0 of
-// the sequence, `q_pos` is the row of o[0][0][0].
-template <int HEAD_DIM, class Element, int V, class Visible>
-FG_DEVICE void add_nonfinite(float (&o)[1][V][4], const Element* v, int64_t row_stride, int key, int end, int q_pos,
-                             Visible visible) {
+// For the non-finite values of keys [key, end) in device memory: add(h, col, pair) for each pair of columns that holds one
+// and each row q_pos + 8 * h that sees its key, with 0 for a value that is finite. A lane has the columns that it has in
+// fragments. `v` points at row 0 of the sequence. Not unrolled, and so not on fragments in registers: it is rare, and a
+// tenth of a kernel that way.
+template <int HEAD_DIM, class Element, class Visible, class Add>
+FG_DEVICE void each_nonfinite(const Element* v, int64_t row_stride, int key, int end, int q_pos, Visible visible, Add add) {
 #pragma unroll 1
   for (; key < end; ++key) {
     bool sees_key[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) sees_key[h] = holds(visible(q_pos + 8 * h), key);
-#pragma unroll
-    for (int n = 0; n < V; ++n) {
-      const int col = 8 * n + threadIdx.x % 4 * 2;
-      if (col >= HEAD_DIM) continue;
+#pragma unroll 1
+    for (int col = threadIdx.x % 4 * 2; col < HEAD_DIM; col += 8) {
       const uint32_t pair = *reinterpret_cast<const uint32_t*>(v + key * row_stride + col);
-      const uint32_t bits = nonfinite_bits<Element>(pair);
+      const uint32_t found = pair & (nonfinite_bits<Element>(pair) >> 15) * 0xffffu;
+      if (found == 0) continue;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (sees_key[i / 2] && bits >> (16 * (i % 2) + 15) & 1) o[0][n][i] += to_float(Element{(uint16_t)(pair >> 16 * (i % 2))});
+      for (int h = 0; h < 2; ++h)
+        if (sees_key[h]) add(h, col, found);
     }
   }
 }

@@ -17,11 +17,11 @@ FG_DEVICE void pack_output(uint32_t (&w)[V][2], const float (&o)[1][V][4]) {
     for (int h = 0; h < 2; ++h) w[n][h] = pack2(Element{}, o[0][n][2 * h], o[0][n][2 * h + 1]);
 }
 
-// By the copy engine, panel by panel: the warp writes the image of a panel into shared memory, and goes on while it is
-// stored. `image(panel)` is the place of a panel (a TileShape of 16 rows has its layout), of which STAGES differ;
-// rows and columns past the tensor's end are left out.
-template <class Rows16, int STAGES, int V, class Image>
-FG_DEVICE void store_panels(const TensorMap* map, const uint32_t (&w)[V][2], Image image, int row, int head, int batch) {
+// By way of shared memory, panel by panel: the warp writes the image of a panel, store(panel, image) takes it from there,
+// and the warp goes on. `image(panel)` is the place of a panel (a TileShape of 16 rows has its layout), of which STAGES
+// differ; it must be free: of the copy engine, and of this warp's lanes.
+template <class Rows16, int STAGES, int V, class Image, class Store>
+FG_DEVICE void store_panels(const uint32_t (&w)[V][2], Image image, Store store) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int first = 0; first < V; first += Rows16::PANEL_CHUNKS) {
@@ -36,10 +36,30 @@ FG_DEVICE void store_panels(const TensorMap* map, const uint32_t (&w)[V][2], Ima
       stmatrix_x4(target + Rows16::offset(lane % 16, n - first + lane / 16), {w[n][0], w[n][1], w[n + 1][0], w[n + 1][1]});
     fence_proxy_async_shared();
     sync_warp();
-    if (lane == 0) {
-      tma_store_4d(map, target, first * ELEMENTS_PER_CHUNK, row, head, batch);
-      bulk_commit();
-    }
+    store(panel, target);
+  }
+}
+
+// ... by the copy engine. Rows and columns past the tensor's end are left out.
+template <class Rows16>
+FG_DEVICE void store_box(const TensorMap* map, const unsigned char* image, int panel, int row, int head, int batch) {
+  if (threadIdx.x % WARP_SIZE != 0) return;
+  tma_store_4d(map, image, panel * Rows16::PANEL_CHUNKS * ELEMENTS_PER_CHUNK, row, head, batch);
+  bulk_commit();
+}
+
+// ... by plain stores, for rows that end where another sequence begins, or are no box. (For all rows this would be slower
+// than the copy engine: docs/fa3.md.) Of the first `valid_rows` rows, columns below HEAD_DIM; two lanes have a row each, which
+// `row` points at.
+FG_DEVICE int stored_row() { return threadIdx.x % WARP_SIZE / 2; }
+template <class Rows16, int HEAD_DIM, class Element>
+FG_DEVICE void store_image(Element* row, const unsigned char* image, int panel, int valid_rows) {
+  if (stored_row() >= valid_rows) return;
+#pragma unroll
+  for (int i = 0; i < Rows16::PANEL_CHUNKS; i += 2) {
+    const int chunk = i + threadIdx.x % 2, col = (panel * Rows16::PANEL_CHUNKS + chunk) * ELEMENTS_PER_CHUNK;
+    if (col < HEAD_DIM)
+      *reinterpret_cast<Chunk*>(row + col) = *reinterpret_cast<const Chunk*>(image + Rows16::offset(stored_row(), chunk));
   }
 }
 
@@ -50,9 +70,8 @@ FG_DEVICE void trade(uint32_t& low, uint32_t& high, int lane_bit) {
   (upper ? low : high) = received;
 }
 
-// By plain stores, for rows that end where another sequence begins. The lanes of a quad trade, four chunks at a time,
-// until each has whole chunks. (For all rows this would be slower than the copy engine: docs/fa3.md.) Writes columns
-// 0 .. HEAD_DIM - 1 of the first `valid_rows` rows, of which row r is at `place(r)`.
+// Without shared memory, by plain stores: the lanes of a quad trade, four chunks at a time, until each has whole chunks.
+// Writes columns 0 .. HEAD_DIM - 1 of the first `valid_rows` rows, of which row r is at `place(r)`.
 template <int HEAD_DIM, class Place, int V>
 FG_DEVICE void store_rows(Place place, const uint32_t (&w)[V][2], int valid_rows) {
   constexpr int CHUNKS = HEAD_DIM / ELEMENTS_PER_CHUNK;

@@ -27,6 +27,14 @@ FG_DEVICE void red_add_f32(float* sum, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sum), "f"(x) : "memory");
 }
 
+// red.add of two elements at once: what they are is added, wherever else they are cached.
+FG_DEVICE void red_add2(bf16, bf16* pair, uint32_t x) {
+  asm volatile("red.relaxed.gpu.global.add.noftz.bf16x2 [%0], %1;" ::"l"(pair), "r"(x) : "memory");
+}
+FG_DEVICE void red_add2(fp16, fp16* pair, uint32_t x) {
+  asm volatile("red.relaxed.gpu.global.add.noftz.f16x2 [%0], %1;" ::"l"(pair), "r"(x) : "memory");
+}
+
 // ld.acquire: what the writer of this value wrote before is visible after.
 FG_DEVICE int ld_acquire(const int* semaphore) {
   int value;
