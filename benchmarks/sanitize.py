@@ -8,7 +8,7 @@ compute-sanitizer.
 An argument picks variants by name. fa3 and decodes are for memcheck alone: the other two follow neither what the copy
 engine and wgmma read and write nor the mbarriers that order it. The emulator looks for races there, and stray reads.
 
-Build first (`flashgen build fa2_fwd fa3_fwd mla_h100`), so that the sanitizer watches launches and no compiling.
+Build first (`flashgen build fa2_fwd fa3_fwd mla_h100 mla_h100_caches`), so that the sanitizer watches launches only.
 """
 from __future__ import annotations
 

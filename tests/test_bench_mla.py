@@ -36,7 +36,7 @@ from flashgen.runtime.bench_mla import (
 )
 from flashgen.runtime.mla_problem import MlaInputs
 
-SPECS = load_specs(spec_path("mla_h100")).specs
+SPECS = [spec for file in ("mla_h100", "mla_h100_caches") for spec in load_specs(spec_path(file)).specs]
 MARKS = json.loads((ROOT / "benchmarks" / "marks" / "flashmla_h200.json").read_text())
 CASES = load_cases(default_grid("flashmla", "decode"))
 

@@ -126,7 +126,8 @@ FAULTS = {
         "varlen", "kernel", "", "constexpr int STORED_ROWS = 16;", "constexpr int STORED_ROWS = 1;"),
     "a sequence's own rows": ("varlen", "kernel", "", "return w.kv_begin;", "return w.kv_begin + 1;"),
     "lanes store the row of others": (
-        "varlen", "store_rows.cuh", "error", "Rows16::offset(stored_row(), chunk)", "Rows16::offset(stored_row() ^ 1, chunk)"),
+        "varlen", "store_rows.cuh", "error",
+        "Rows16::offset(stored_row(), chunk)", "Rows16::offset(stored_row() ^ 1, chunk)"),
     "the image of a row not awaited": (
         "varlen", "store_rows.cuh", "", "    sync_warp();\n    store(panel, target);", "    store(panel, target);"),
     "NaN not looked for": (
@@ -135,7 +136,8 @@ FAULTS = {
     "NaN of hidden keys added": (
         "tickets, output over queries", "nonfinite.cuh", "NaN",
         "holds(visible(q_pos + 8 * h), key);", "holds(visible(q_pos + 8 * h), key - 1);"),
-    "NaN put back before the output": ("varlen", "kernel", "", "if (lane == 0) bulk_wait<0>();  // the output is there", ""),
+    "NaN put back before the output": (
+        "varlen", "kernel", "", "if (lane == 0) bulk_wait<0>();  // the output is there", ""),
     "NaN not put back": ("varlen", "kernel", "NaN", "return a.poisoned[0] + a.poisoned[1] != 0", "return false"),
     "a ticket drawn twice": (
         "tickets, output over queries", "kernel", "", "gridDim.x + draw_ticket(p.counters)", "gridDim.x"),

@@ -19,7 +19,8 @@ from flashgen.runtime.mla_problem import MlaInputs, MlaProblem
 from flashgen.runtime.verify import Subject
 from flashgen.runtime.verify_mla import kept_schedule, layouts
 
-SPECS = {spec.variant: spec for spec in load_specs(spec_path("mla_h100")).specs}
+SPECS = {spec.variant: spec for file in ("mla_h100", "mla_h100_caches")
+         for spec in load_specs(spec_path(file)).specs}
 DECODES = [spec for spec in SPECS.values() if spec.pass_ == "decode"]
 PAGE_SIZES: dict[int | None, tuple[int | None, ...]] = {64: (64, 128), 1: (1, 16, 32, 61), None: (None,)}
 

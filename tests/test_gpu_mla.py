@@ -22,7 +22,7 @@ from flashgen.runtime.mla_problem import MlaInputs, MlaProblem, check_mla
 from flashgen.runtime.verify import Subject, verify_spec
 from flashgen.runtime.verify_mla import layouts
 
-SPECS = load_specs(spec_path("mla_h100")).specs
+SPECS = [spec for file in ("mla_h100", "mla_h100_caches") for spec in load_specs(spec_path(file)).specs]
 DECODES = [spec for spec in SPECS if spec.pass_ == "decode"]
 HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
 

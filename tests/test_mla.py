@@ -25,7 +25,8 @@ from flashgen.runtime.lookup import Wanted
 from flashgen.runtime.mla_problem import MlaInputs, MlaProblem, check_mla
 from flashgen.runtime.values import pointer_names
 
-SPECS = {spec.variant: spec for spec in load_specs(spec_path("mla_h100")).specs}
+SPECS = {spec.variant: spec for file in ("mla_h100", "mla_h100_caches")
+         for spec in load_specs(spec_path(file)).specs}
 PROBLEM = MlaProblem((70, 0, 5), 4, 2, 64, causal=True)
 
 

@@ -25,6 +25,7 @@ from flashgen.codegen.spec import (
     json_schema,
     load_specs,
     shipped_spec_paths,
+    spec_path,
     specs_from_mapping,
 )
 from flashgen.codegen.spec_rules import RULES
@@ -340,13 +341,15 @@ def test_names_of_mla(changes, variant):
     assert spec(MLA | changes).variant == variant
 
 
-def test_the_shipped_mla_file_has_each_cache_once():
-    specs = next(load_specs(path).specs for path in shipped_spec_paths() if path.stem == "mla_h100")
-    decode = [s for s in specs if s.pass_ == "decode"]
-    assert {(s.dtype, s.head_dim_qk, s.kv_layout, s.page_size) for s in decode} == {
-        (dtype, *cache) for dtype in ("bf16", "fp16")
-        for cache in ((512, "dense", None), (576, "dense", None), (576, "paged", 1), (576, "paged", 64))}
-    assert [s.variant for s in specs if s not in decode] == ["mla_h100_schedule"] and len(decode) == 8
+def test_the_shipped_mla_files_have_each_cache_once():
+    specs = {file: load_specs(spec_path(file)).specs for file in ("mla_h100", "mla_h100_caches")}
+    caches = {file: [(s.dtype, s.head_dim_qk, s.kv_layout, s.page_size) for s in found if s.pass_ == "decode"]
+              for file, found in specs.items()}
+    assert caches["mla_h100"] == [(dtype, 576, "paged", 64) for dtype in ("bf16", "fp16")]
+    assert sorted(caches["mla_h100_caches"], key=str) == sorted(
+        ((dtype, *cache) for dtype in ("bf16", "fp16")
+         for cache in ((512, "dense", None), (576, "dense", None), (576, "paged", 1))), key=str)
+    assert [s.variant for found in specs.values() for s in found if s.pass_ != "decode"] == ["mla_h100_schedule"]
 
 
 def test_a_file_may_hold_both_families():
