@@ -18,13 +18,13 @@ GOLDEN_ARCH, GOLDEN_DTYPE, GOLDEN_HEAD_DIM = "sm_90", "bf16", 128
 
 
 def golden_spec(path: Path) -> Spec:
-    """The variant of a spec file that is committed: Hopper, bf16, dense (or pages of 64), causal, the head dim nearest
-    to 128.
+    """The variant of a spec file that is committed: Hopper, bf16, dense (or the largest pages), causal, the head dim
+    nearest to 128.
 
     Of a file without one of these the next best, so that every family has its kernel here.
     """
     return min(load_specs(path).specs, key=lambda s: (
-        not s.arch.startswith(GOLDEN_ARCH), s.dtype != GOLDEN_DTYPE, s.page_size != 64, s.kv_layout != "dense",
+        not s.arch.startswith(GOLDEN_ARCH), s.dtype != GOLDEN_DTYPE, -(s.page_size or 0), s.kv_layout != "dense",
         not s.causal, abs(s.head_dim_qk - GOLDEN_HEAD_DIM)))
 
 
