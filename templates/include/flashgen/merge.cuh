@@ -117,6 +117,7 @@ FG_DEVICE void return_arrivals(int* done, int* arrivals, int count) {
   const bool last = lane == 0 && atom_add_acq_rel(done, 1) == gridDim.x - 1;
   if (!any_in_warp(last)) return;
   sync_warp();  // all lanes come after what the other blocks did
+#pragma unroll 1
   for (int i = lane; i < count; i += WARP_SIZE) arrivals[i] = 0;
   if (lane == 0) *done = 0;
 }
