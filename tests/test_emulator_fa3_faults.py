@@ -120,8 +120,8 @@ FAULTS = {
         "turns, parts, output over queries", "kernel", "", "p.counters + ARRIVALS + a.tail", "p.counters + ARRIVALS"),
     "rows of another head": ("packed", "kernel", "", "head = row % p.heads_per_kv_head", "head = 0"),
     "rows are queries": ("packed", "kernel", "error", "return (uint32_t)row / heads;", "return row;"),
-    "rows that hold no query": ("packed", "kernel", "", "rows_per_query(p))\n      *reinterpret_cast<Chunk*>",
-                                "rows_per_query(p) + 64)\n      *reinterpret_cast<Chunk*>"),
+    "rows that hold no query": (
+        "packed", "kernel", "", "int row = group_queries(p) * rows_per_query(p); row < 64", "int row = 64; row < 64"),
     "rows of the next sequence overwritten": (
         "varlen", "kernel", "", "constexpr int STORED_ROWS = 16;", "constexpr int STORED_ROWS = 1;"),
     "a sequence's own rows": ("varlen", "kernel", "", "return w.kv_begin;", "return w.kv_begin + 1;"),
