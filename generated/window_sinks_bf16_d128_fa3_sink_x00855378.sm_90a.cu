@@ -468,7 +468,7 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
   Assignments assignments = {smem, barriers};
   while (assignments.more()) {
     const Work& work = assignments.current().work;
-#pragma unroll 1
+#pragma unroll
     for (int w = 0; w < WARPGROUPS; ++w) {
       uint64_t* const full = barriers + Q_FULL + w * Q_STAGES + queries.stage;
       queries.wait_empty(barriers + Q_EMPTY + w * Q_STAGES);

@@ -70,10 +70,7 @@ FG_DEVICE void add_parts(const Slab<V>* slab, int64_t stride, int parts, int fir
     Floats4 states[AT_ONCE], columns[AT_ONCE][N];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      // What is not there counts as nothing, and no branch has to go around it.
       states[i] = {{-INFINITY, -INFINITY, 0.0f, 0.0f}};
-#pragma unroll
-      for (int n = 0; n < N; ++n) columns[i][n] = {};
       if (begin + i < parts) {
         const Slab<V>& next = slab[(begin + i) * stride];
         states[i] = next.rows[lane];
@@ -96,6 +93,7 @@ FG_DEVICE void add_parts(const Slab<V>* slab, int64_t stride, int parts, int fir
         for (int i = 2 * h; i < 2 * h + 2; ++i) o[0][n][i] *= factor;
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
+        if (begin + i >= parts) continue;  // not times 0: what is not there may be a NaN
         const float weight = exp2_approx(states[i].x[h] - reference);
         rows.sum[0][h] = fmaf(weight, states[i].x[2 + h], rows.sum[0][h]);
 #pragma unroll
