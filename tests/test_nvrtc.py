@@ -191,3 +191,13 @@ def test_rows_of_the_output_are_stored_sixteen_bytes_at_a_time(name: str, varian
     text = ptx_of(plan_and_source(spec)[1])
     assert len(re.findall(r"st\.global\.v4\.u32", text)) == stores
     assert not re.search(r"(st\.global\.u32[^\n]*\n\s*){4}", text)
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (96, 64), (80, 80), (128, 80)], ids=str)
+@pytest.mark.parametrize("variant", ["causal_split_packed", "causal_varlen"])
+def test_head_dims_that_no_file_ships_compile_without_spills(variant: str, dims: tuple[int, int]) -> None:
+    """They are served all the same, with the registers of their neighbours' tiles: the first two have spilled."""
+    shipped = next(spec for spec in load_specs(spec_path("fa3_fwd")).specs
+                   if spec.variant == f"fa3_fwd_bf16_d128_{variant}")
+    plan, source = plan_and_source(shipped.with_(head_dim_qk=dims[0], head_dim_v=dims[1]))
+    assert compile_source(source, plan=plan).resources.spill_store_bytes == 0
