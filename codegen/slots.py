@@ -28,7 +28,7 @@ class KvLoop:
     """One of the loops over KV tiles. fa2 goes from the last tile to the first, fa3 from the first to the last."""
 
     about: str
-    until: str    # member of KvTiles: where this loop ends
+    until: str    # where this loop ends: fa2, a member of KvTiles; fa3, an expression
     masked: bool
     exact: bool = False    # fa3: a row may meet its first key, so true maxima are taken
     stale: bool = True     # fa3: they are not

@@ -359,8 +359,8 @@ FG_DEVICE void silence_nonfinite(unsigned char* smem, const Place& place, int fi
 #pragma unroll 1
   for (int i = threadIdx.x % 128 + first * HALF_COLS; i < end * HALF_COLS; i += 128) {
     uint32_t& pair = latent_pair(smem, place, i / HALF_COLS, i % HALF_COLS);
-    const uint32_t bits = nonfinite_bits<Element>(pair);
-    if (bits != 0) pair &= ~((bits >> 15) * 0xffffu);  // each set bit becomes a mask over its half
+    const uint32_t found = nonfinite_halves<Element>(pair);
+    if (found != 0) pair &= ~found;
   }
 }
 

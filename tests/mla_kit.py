@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.codegen.spec import Spec
+from flashgen.codegen.spec import Spec, load_specs, spec_path
 from flashgen.runtime.mla_problem import MlaInputs, MlaProblem, check_mla
+
+# Every decode that is shipped, and their schedule.
+MLA_SPECS = tuple(spec for file in ("mla_h100", "mla_h100_caches") for spec in load_specs(spec_path(file)).specs)
 
 
 def mla_by_reference(q: Tensor, kv_cache: Tensor, seqlens_kv: Tensor | int, *, schedule: Any = None,

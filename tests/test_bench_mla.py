@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from mla_kit import MLA_SPECS
 
 import flashgen
 from flashgen.cli import bench as cli
-from flashgen.codegen.spec import load_specs, spec_path
 from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime import bench_mla
 from flashgen.runtime.bench import Refused, gpu_folder, results_name
@@ -36,7 +36,7 @@ from flashgen.runtime.bench_mla import (
 )
 from flashgen.runtime.mla_problem import MlaInputs
 
-SPECS = [spec for file in ("mla_h100", "mla_h100_caches") for spec in load_specs(spec_path(file)).specs]
+SPECS = MLA_SPECS
 MARKS = json.loads((ROOT / "benchmarks" / "marks" / "flashmla_h200.json").read_text())
 CASES = load_cases(default_grid("flashmla", "decode"))
 

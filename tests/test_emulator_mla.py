@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from mla_kit import decoded, solved, with_last_keys, with_nans
+from mla_kit import MLA_SPECS, decoded, solved, with_last_keys, with_nans
 from torch import Tensor
 
 import flashgen
-from flashgen.codegen.spec import Spec, load_specs, spec_path
+from flashgen.codegen.spec import Spec
 from flashgen.runtime.compare import check_bits
 from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule, scheduled
@@ -19,8 +19,7 @@ from flashgen.runtime.mla_problem import MlaInputs, MlaProblem
 from flashgen.runtime.verify import Subject
 from flashgen.runtime.verify_mla import kept_schedule, layouts
 
-SPECS = {spec.variant: spec for file in ("mla_h100", "mla_h100_caches")
-         for spec in load_specs(spec_path(file)).specs}
+SPECS = {spec.variant: spec for spec in MLA_SPECS}
 DECODES = [spec for spec in SPECS.values() if spec.pass_ == "decode"]
 PAGE_SIZES: dict[int | None, tuple[int | None, ...]] = {64: (64, 128), 1: (1, 16, 32, 61), None: (None,)}
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from mla_kit import decode, decoded, solved, with_nans
+from mla_kit import MLA_SPECS, decode, decoded, solved, with_nans
 from torch import Tensor
 
 import flashgen
-from flashgen.codegen.spec import Spec, load_specs, spec_path
+from flashgen.codegen.spec import Spec
 from flashgen.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.compare import check_bits
@@ -22,7 +22,7 @@ from flashgen.runtime.mla_problem import MlaInputs, MlaProblem, check_mla
 from flashgen.runtime.verify import Subject, verify_spec
 from flashgen.runtime.verify_mla import layouts
 
-SPECS = [spec for file in ("mla_h100", "mla_h100_caches") for spec in load_specs(spec_path(file)).specs]
+SPECS = MLA_SPECS
 DECODES = [spec for spec in SPECS if spec.pass_ == "decode"]
 HOPPER = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
 

@@ -12,21 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from mla_kit import decode
+from mla_kit import MLA_SPECS, decode
 from torch import Tensor
 
 import flashgen
 from flashgen.codegen.lower import lower
 from flashgen.codegen.plan import Plan
-from flashgen.codegen.spec import load_specs, spec_path
 from flashgen.errors import UnsupportedError
 from flashgen.runtime import lookup, mla
 from flashgen.runtime.lookup import Wanted
 from flashgen.runtime.mla_problem import MlaInputs, MlaProblem, check_mla
 from flashgen.runtime.values import pointer_names
 
-SPECS = {spec.variant: spec for file in ("mla_h100", "mla_h100_caches")
-         for spec in load_specs(spec_path(file)).specs}
+SPECS = {spec.variant: spec for spec in MLA_SPECS}
 PROBLEM = MlaProblem((70, 0, 5), 4, 2, 64, causal=True)
 
 

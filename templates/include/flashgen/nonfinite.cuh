@@ -16,6 +16,12 @@ FG_DEVICE uint32_t nonfinite_bits(uint32_t pair) {
   return ((pair & 0x7fff7fffu) + (LAST_PLACE << 16 | LAST_PLACE)) & 0x80008000u;
 }
 
+// The same as a mask over those halves.
+template <class Element>
+FG_DEVICE uint32_t nonfinite_halves(uint32_t pair) {
+  return (nonfinite_bits<Element>(pair) >> 15) * 0xffffu;
+}
+
 // Whether the block's tile holds any; every thread of the block calls it and gets the same answer.
 template <class Shape, int THREADS, class Element>
 FG_DEVICE bool tile_has_nonfinite(const unsigned char* tile) {
@@ -65,8 +71,7 @@ FG_DEVICE void extract_nonfinite(float (&o)[M][V][4], unsigned char* tile, int q
   for (int i = threadIdx.x; i < Shape::ROWS * Shape::CHUNKS * 4; i += THREADS) {
     unsigned char* const chunk = tile + Shape::offset(i / 4 / Shape::CHUNKS, i / 4 % Shape::CHUNKS);
     uint32_t& pair = reinterpret_cast<uint32_t*>(chunk)[i % 4];
-    const uint32_t bits = nonfinite_bits<Element>(pair);
-    pair &= ~((bits >> 15) * 0xffffu);  // each set bit becomes a mask over its half
+    pair &= ~nonfinite_halves<Element>(pair);
   }
   sync_block();
 }
@@ -89,7 +94,7 @@ FG_DEVICE bool clean_tile(unsigned char* tile, int warp) {
 #pragma unroll 1
   for (int i = 4 * first; i < 4 * CHUNKS; i += i % 4 == 3 ? 4 * STEP - 3 : 1) {
     uint32_t& pair = reinterpret_cast<uint32_t*>(tile)[i];
-    pair &= ~((nonfinite_bits<Element>(pair) >> 15) * 0xffffu);  // each set bit becomes a mask over its half
+    pair &= ~nonfinite_halves<Element>(pair);
   }
   fence_proxy_async_shared();  // the products read through the async proxy
   return true;
@@ -109,7 +114,7 @@ FG_DEVICE void each_nonfinite(const Element* v, int64_t row_stride, int key, int
 #pragma unroll 1
     for (int col = threadIdx.x % 4 * 2; col < HEAD_DIM; col += 8) {
       const uint32_t pair = *reinterpret_cast<const uint32_t*>(v + key * row_stride + col);
-      const uint32_t found = pair & (nonfinite_bits<Element>(pair) >> 15) * 0xffffu;
+      const uint32_t found = pair & nonfinite_halves<Element>(pair);
       if (found == 0) continue;
 #pragma unroll
       for (int h = 0; h < 2; ++h)
