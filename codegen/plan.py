@@ -68,6 +68,7 @@ CTYPES: dict[str, CType] = {
     "bool_ptr": CType("const bool*", "Q", 8),
     "i64": CType("int64_t", "q", 8),
     "i32": CType("int32_t", "i", 4),
+    "divisor": CType("Divisor", "12s", 12, 4),  # an int32 by which the kernel divides: runtime/kernel.py
     "f32": CType("float", "f", 4),
 }
 

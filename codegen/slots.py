@@ -100,16 +100,17 @@ EXPRESSION_FLAGS = {
 
 ORDERS: dict[str, tuple[Param, ...]] = {
     "in_order": (),
-    "longest_first": (Param("heads_per_section", "i32", "query heads whose keys and values L2 holds together"),
+    "longest_first": (Param("heads_per_section", "divisor", "query heads whose keys and values L2 holds together"),
                       Param("heads_before_the_end", "i32", "in whole sections"),
-                      Param("heads_at_the_end", "i32", "in the last section")),
+                      Param("heads_at_the_end", "divisor", "in the last section")),
 }
 
 WEIGHTS = ("registers", "shared")  # where the A operand of the value product is
 
 ROWS: dict[str, tuple[Param, ...]] = {
     "plain": (),
-    "packed": (Param("group_queries", "i32", "of a warpgroup: as many as fit into 64 rows, with all heads"),),
+    "packed": (Param("num_heads_kv", "divisor", "heads of keys and values"),
+               Param("group_queries", "divisor", "of a warpgroup: as many as fit into 64 rows, with all heads")),
 }
 
 SLOTS: dict[str, tuple[str, ...]] = {"layout": (*LAYOUTS, "packed"), "rows": tuple(ROWS), "score": tuple(SCORES),

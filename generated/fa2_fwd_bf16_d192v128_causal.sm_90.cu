@@ -34,6 +34,7 @@
 // grid: x = m_tiles * num_heads_q * batch
 // tile: fastest of the candidates timed on an H200, 2026-11-29 (docs/fa2.md)
 
+#include "flashgen/divisor.cuh"
 #include "flashgen/epilogue.cuh"
 #include "flashgen/gemm_sync.cuh"
 #include "flashgen/mask.cuh"
@@ -87,13 +88,13 @@ struct Params {
   int32_t batch;  // sequences
   int32_t seqlen_q;  // queries per sequence
   int32_t seqlen_kv;  // keys per sequence
-  int32_t num_heads_q;  // query heads
-  int32_t heads_per_kv_head;  // num_heads_q / num_heads_kv
-  int32_t m_tiles;  // query tiles per head and sequence
+  Divisor num_heads_q;  // query heads
+  Divisor heads_per_kv_head;  // num_heads_q / num_heads_kv
+  Divisor m_tiles;  // query tiles per head and sequence
   float scale_log2;  // softmax_scale * log2(e)
   int32_t align_bottom_right;  // 1: the last query is aligned with the last key; 0: first with first
 };
-static_assert(sizeof(Params) == 168, "the host packs exactly these bytes");
+static_assert(sizeof(Params) == 192, "the host packs exactly these bytes");
 
 using QueryTile = TileShape<BLOCK_M, SMEM_COLS_QK>;
 using KeyTile = TileShape<BLOCK_N, SMEM_COLS_QK>;
@@ -250,6 +251,7 @@ fa2_fwd_bf16_d192v128_causal(const __grid_constant__ Params p) {
   }
 
   // ---- epilogue: the queries' shared memory now carries the output
+  add_up(rows);
   normalise(o, rows);
   cp_async_wait<0>();  // without a key to attend to, nothing has waited for the queries yet
   sync_block();

@@ -39,6 +39,7 @@
 // grid: x = one block per SM, or per unit of work where those are fewer
 // tile: fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)
 
+#include "flashgen/divisor.cuh"
 #include "flashgen/epilogue.cuh"
 #include "flashgen/gemm_async.cuh"
 #include "flashgen/mask.cuh"
@@ -76,18 +77,18 @@ constexpr int CLEAN_WARPS = 2;  // of the load warpgroup: what its other two lea
 constexpr int CLEAN_BARRIER = 7;  // the named barrier at which they meet, behind those below
 constexpr int TURN_BARRIER = 1;  // first of the named barriers for turns, one per warpgroup
 
-// Shared memory of one block, 229904 bytes:
+// Shared memory of one block, 229920 bytes:
 //   [0, +98304)  Q: [3 warpgroups][2 stages] of 64 queries
 //   [98304, +65536)  K: 4 stages of 64 keys
 //   [163840, +65536)  V: 4 stages of 64 values
-//   [229376, +232)  WORK: 2 announcements of query tiles
-//   [229616, +288)  BARRIERS: the mbarriers
+//   [229376, +256)  WORK: 2 announcements of query tiles
+//   [229632, +288)  BARRIERS: the mbarriers
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_K = 98304;
 constexpr int SMEM_V = 163840;
 constexpr int SMEM_WORK = 229376;
-constexpr int SMEM_BARRIERS = 229616;
-constexpr int SMEM_BYTES = 229904;
+constexpr int SMEM_BARRIERS = 229632;
+constexpr int SMEM_BYTES = 229920;
 
 // mbarriers, by their place in region BARRIERS:
 constexpr int K_FULL = 0;  // [4], complete after 1 arrivals: a tile of keys has landed
@@ -126,17 +127,17 @@ struct Params {
   int32_t batch;  // sequences
   int32_t seqlen_q;  // queries per sequence
   int32_t seqlen_kv;  // keys per sequence
-  int32_t num_heads_q;  // query heads
-  int32_t heads_per_kv_head;  // num_heads_q / num_heads_kv
-  int32_t m_tiles;  // query tiles per head and sequence
+  Divisor num_heads_q;  // query heads
+  Divisor heads_per_kv_head;  // num_heads_q / num_heads_kv
+  Divisor m_tiles;  // query tiles per head and sequence
   float scale_log2;  // softmax_scale * log2(e)
   int32_t num_units;  // of work: query tiles of all heads and sequences, or parts
-  int32_t heads_per_section;  // query heads whose keys and values L2 holds together
+  Divisor heads_per_section;  // query heads whose keys and values L2 holds together
   int32_t heads_before_the_end;  // in whole sections
-  int32_t heads_at_the_end;  // in the last section
+  Divisor heads_at_the_end;  // in the last section
   int32_t align_bottom_right;  // 1: the last query is aligned with the last key; 0: first with first
 };
-static_assert(sizeof(Params) == 704, "the host packs exactly these bytes");
+static_assert(sizeof(Params) == 768, "the host packs exactly these bytes");
 
 using QueryTile = TileShape<64, SMEM_COLS_QK>;  // of one warpgroup
 using KeyTile = TileShape<BLOCK_N, SMEM_COLS_QK>;
@@ -218,9 +219,9 @@ FG_DEVICE bool sees(KeyRange keys, int col) { return col <= keys.last; }
 // that the grid ends with short tiles.
 FG_DEVICE int next_unit(const Params& p, int unit) { return gridDim.x + draw_ticket(p.counters); }
 FG_DEVICE int ordered_tile(const Params& p, int tile) {
-  const int section = min_int(tile / (p.heads_per_section * p.m_tiles), p.heads_before_the_end / p.heads_per_section);
+  const int section = min_int(tile / p.m_tiles / p.heads_per_section, p.heads_before_the_end / p.heads_per_section);
   const int first_head = section * p.heads_per_section;
-  const int heads_here = first_head < p.heads_before_the_end ? p.heads_per_section : p.heads_at_the_end;
+  const Divisor heads_here = first_head < p.heads_before_the_end ? p.heads_per_section : p.heads_at_the_end;
   const int place = tile - first_head * p.m_tiles;
   return (first_head + place % heads_here) * p.m_tiles + place / heads_here;
 }
@@ -275,7 +276,8 @@ struct Assignment {
   TileRange range;                    // that are loaded
   TileRange whole;                    // of those, the ones that every row sees whole
   int poisoned[CLEAN_WARPS];          // by clean warp: whether the others held an infinity or a NaN
-  KvTiles warpgroup[WARPGROUPS];      // of each one's rows; `end` lies in (range.begin, range.end]
+  int first_query[WARPGROUPS];        // of each warpgroup; past the end if it has none
+  KvTiles warpgroup[WARPGROUPS];      // of its rows; `end` lies in (range.begin, range.end]
 };
 static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(Assignment), "map and tiles agree");
 
@@ -321,6 +323,7 @@ FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work
     const int first = first_query(p, work, lane);
     KvTiles tiles = tiles_of_queries(p, work, first, group_queries(p));
     tiles.end = first < work.seqlen_q ? clamp_int(tiles.end, range.begin + 1, range.end) : range.begin + 1;
+    a.first_query[lane] = first;
     a.warpgroup[lane] = tiles;
   }
   if (lane == 0) {
@@ -361,13 +364,14 @@ struct Assignments {
 // ---- the load warp: takes units, announces them, copies keys and values. Keys run one tile ahead of values, from one
 // unit into the next, because that is how the products need them.
 FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64_t* barriers) {
-  Ring<NUM_STAGES> keys, values;
+  Ring<NUM_STAGES> keys;
   Ring<WORK_STAGES> works;
   const bool issues = threadIdx.x == 0;
-  const auto announce = [&](const Work& work, int unit, const UnitTiles& tiles) {
+  const auto free_announcement = [&]() -> Assignment& {
     works.wait_empty(barriers + WORK_EMPTY);
-    write_assignment(*reinterpret_cast<Assignment*>(smem + SMEM_WORK + works.stage * sizeof(Assignment)), p, work, unit,
-                     tiles);
+    return *reinterpret_cast<Assignment*>(smem + SMEM_WORK + works.stage * sizeof(Assignment));
+  };
+  const auto announce = [&] {
     if (issues) mbarrier_arrive(barriers + WORK_FULL + works.stage);
     works.advance();
   };
@@ -376,15 +380,14 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
     if (issues)
       load_panels<KeyTile>(smem + SMEM_K + keys.stage * KeyTile::BYTES, &p.k_map, barriers + K_FULL + keys.stage, row,
                            head, batch, EVICT_LAST);
-    keys.advance();
   };
   const auto load_values = [&](int row, int head, int batch, bool whole) {
+    const Ring<NUM_STAGES> values = keys.before();  // not a ring of its own: registers are few
     values.wait_empty(barriers + V_EMPTY);
     uint64_t* const landed = barriers + (whole ? V_FULL : V_LANDED) + values.stage;  // the clean warps come in between
     if (issues)
       load_panels<ValueTile>(smem + SMEM_V + values.stage * ValueTile::BYTES, &p.v_map, landed, row, head, batch,
                              EVICT_LAST);
-    values.advance();
   };
   int row = -1, head = 0, batch = 0;  // of the keys loaded last, whose values are due
   bool whole = true;
@@ -398,13 +401,15 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
     }
     const UnitTiles tiles = tiles_of_unit(p, work, place);
     const TileRange range = tiles.range;
-    announce(work, unit, tiles);
+    write_assignment(free_announcement(), p, work, unit, tiles);
+    announce();
     int next = 0;
     for (int tile = range.begin; tile < range.end; ++tile) {
       // The next unit: late, so that whoever is done first takes it, and early enough for the answer to be there.
       if (tile == max_int(range.end - TICKET_LEAD, range.begin)) next = next_unit(p, unit);
       load_keys(map_kv_row(work) + tile * BLOCK_N, work.head_q / p.heads_per_kv_head, map_batch(work));
       if (row >= 0) load_values(row, head, batch, whole);
+      keys.advance();
       row = map_kv_row(work) + tile * BLOCK_N;
       head = work.head_q / p.heads_per_kv_head;
       batch = map_batch(work);
@@ -413,7 +418,9 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
     unit = first_lane(next);
   }
   if (row >= 0) load_values(row, head, batch, whole);
-  announce({}, -1, {});
+  Assignment& last = free_announcement();
+  if (issues) last.unit = -1;
+  announce();
   if (issues) return_tickets(p.counters);
 }
 
@@ -422,14 +429,14 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
   Ring<Q_STAGES> queries;
   Assignments assignments = {smem, barriers};
   while (assignments.more()) {
-    const Work& work = assignments.current().work;
+    const Assignment& a = assignments.current();
 #pragma unroll
     for (int w = 0; w < WARPGROUPS; ++w) {
       uint64_t* const full = barriers + Q_FULL + w * Q_STAGES + queries.stage;
       queries.wait_empty(barriers + Q_EMPTY + w * Q_STAGES);
       if (threadIdx.x % WARP_SIZE == 0)
-        load_query_rows<QueryTile>(p, smem + SMEM_Q + (w * Q_STAGES + queries.stage) * QueryTile::BYTES, full, work,
-                                   first_query(p, work, w));
+        load_query_rows<QueryTile>(p, smem + SMEM_Q + (w * Q_STAGES + queries.stage) * QueryTile::BYTES, full,
+                                   a.work, a.first_query[w]);
     }
     queries.advance();
     assignments.advance();
@@ -533,7 +540,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     const int warpgroup = this_warpgroup();
     const Assignment& a = assignments.current();
     const Work& work = a.work;
-    const int first_row = first_lane(first_query(p, work, warpgroup)) * rows_per_query(p);
+    const int first_row = first_lane(a.first_query[warpgroup]) * rows_per_query(p);
     const int row = first_row + lane_row;
     const int begin = first_lane(a.range.begin);
     const KvTiles tiles = uniform_copy(a.warpgroup[warpgroup]);
@@ -623,6 +630,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     // Of the warpgroup's 64 rows, those that exist; may be negative.
     const int rows_here = min_int(work.seqlen_q * rows_per_query(p) - first_row, group_queries(p) * rows_per_query(p));
     bool whole = true;
+    add_up(rows);
     if (whole) {
       normalise(o, rows);
       if (p.lse != nullptr)
@@ -638,13 +646,14 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
         if (warp_rows >= STORED_ROWS)
           store_box<OutRows>(&p.out_map, panel_image, panel, map_q_row(work) + warp_row, work.head_q, map_batch(work));
       });
-      if (poisoned(a)) {
-        if (lane == 0) bulk_wait<0>();  // the output is there
-        sync_warp();
-        put_back(p, a, row, visible, [&](int h, int col, uint32_t pair) {
-          if (lane_row + 8 * h < rows_here) red_add2(Element{}, out_row(p, work, row + 8 * h) + col, pair);
-        });
-      }
+    }
+    if (poisoned(a)) {
+      if (lane == 0) bulk_wait<0>();  // the output is there
+      sync_warp();
+      put_back(p, a, row, visible, [&](int h, int col, uint32_t pair) {
+        if (lane_row + 8 * h >= rows_here) return;
+        if (whole) red_add2(Element{}, out_row(p, work, row + 8 * h) + col, pair);
+      });
     }
     assignments.release_previous();
     wgmma_wait<0>(registers_of(s));
@@ -661,25 +670,26 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 fa3_fwd_bf16_d128_causal(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + K_FULL + i, 1);
-    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + K_EMPTY + i, 12);
-    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + V_FULL + i, 1);
-    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + V_EMPTY + i, 12);
-    for (int i = 0; i < 6; ++i) mbarrier_init(barriers + Q_FULL + i, 1);
-    for (int i = 0; i < 6; ++i) mbarrier_init(barriers + Q_EMPTY + i, 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WORK_FULL + i, 1);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WORK_EMPTY + i, 15);
-    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + V_LANDED + i, 1);
-    fence_mbarrier_init();
-  }
+  if (threadIdx.x < 4) mbarrier_init(barriers + K_FULL + threadIdx.x, 1);
+  if (threadIdx.x < 4) mbarrier_init(barriers + K_EMPTY + threadIdx.x, 12);
+  if (threadIdx.x < 4) mbarrier_init(barriers + V_FULL + threadIdx.x, 1);
+  if (threadIdx.x < 4) mbarrier_init(barriers + V_EMPTY + threadIdx.x, 12);
+  if (threadIdx.x < 6) mbarrier_init(barriers + Q_FULL + threadIdx.x, 1);
+  if (threadIdx.x < 6) mbarrier_init(barriers + Q_EMPTY + threadIdx.x, 4);
+  if (threadIdx.x < 2) mbarrier_init(barriers + WORK_FULL + threadIdx.x, 1);
+  if (threadIdx.x < 2) mbarrier_init(barriers + WORK_EMPTY + threadIdx.x, 15);
+  if (threadIdx.x < 4) mbarrier_init(barriers + V_LANDED + threadIdx.x, 1);
+  fence_mbarrier_init();
   sync_block();
   if (first_lane(threadIdx.x / 128) == 0) {
     setmaxnreg_dec<LOAD_REGISTERS>();
     const int warp = first_lane(threadIdx.x / WARP_SIZE);
-    if (warp == 0) load_keys_and_values(p, smem, barriers);
-    if (warp == 1) load_queries(p, smem, barriers);
-    if (warp >= 2) clean_values(smem, barriers, warp - 2);
+    if (warp == 0)
+      load_keys_and_values(p, smem, barriers);
+    else if (warp == 1)
+      load_queries(p, smem, barriers);
+    else
+      clean_values(smem, barriers, warp - 2);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
     attend(p, smem, barriers);

@@ -33,6 +33,7 @@
 //   mma: 8 warps, 240 registers per thread
 // grid: x = records of the schedule, all resident at once
 
+#include "flashgen/divisor.cuh"
 #include "flashgen/gemm_async.cuh"
 #include "flashgen/merge_shares.cuh"
 #include "flashgen/nonfinite.cuh"
@@ -112,15 +113,15 @@ struct Params {
   int64_t q_outer_stride;  // elements from request to request
   int64_t q_row_stride;  // elements
   int32_t q_rows;  // seqlen_q * num_heads: row = token * num_heads + head
-  int32_t num_heads;  // query heads
+  Divisor num_heads;  // query heads
   int32_t seqlen_q;  // new tokens of each request
   int32_t max_pages;  // columns of the page table
-  int32_t page_size;  // rows of a page
+  Divisor page_size;  // rows of a page
   int32_t hidden_keys;  // last keys that the first token does not see: seqlen_q - 1 if causal, else 0
   int32_t lse_counts_sink;  // 1: lse has the sink in it
   float scale_log2;  // softmax_scale * log2(e)
 };
-static_assert(sizeof(Params) == 512, "the host packs exactly these bytes");
+static_assert(sizeof(Params) == 576, "the host packs exactly these bytes");
 
 using QueryTile = TileShape<BLOCK_M, 64 * SMEM_QUERY_PANELS>;
 using SlotTile = TileShape<BLOCK_N, SLOT_COLS>;  // a piece of a tile of the cache: what is loaded and freed at once
@@ -226,13 +227,14 @@ struct CacheCopy {
 
 // ---- the copy warps: each goes through the block's part of the schedule, and copies keys; the first announces segments and copies queries
 // What a block does, a record of RECORD_WORDS words: from tile first_tile of first_request to tile end_tile of last_request,
-// for rows row_block * block_rows and on. Block = part * row_blocks + row_block.
+// for rows row_block * block_rows and on. Block = number * row_blocks + row_block.
 struct Part {
   int first_request, first_tile, last_request, end_tile;  // first_request negative: nothing
   int first_begin, first_end, last_begin, last_end;       // the parts, inclusive, that share the first and last request
   int first_keys, last_keys;  // of these two, so that the decode need not wait for one more answer from memory
   int row_block, row_blocks, block_rows;
-  int unused[3];
+  int number;  // of the part
+  int unused[2];
 };
 static_assert(sizeof(Part) == 4 * RECORD_WORDS, "the schedule writes what the decode reads");
 
@@ -242,7 +244,7 @@ FG_DEVICE const Part& part_of_block(const Params& p) {
 
 // The segment of `request`, as far as it does not depend on the stream.
 FG_DEVICE Segment segment_of(const Params& p, const Part& part, int request) {
-  const int me = blockIdx.x / part.row_blocks;
+  const int me = part.number;
   const bool starts = request == part.first_request, ends = request == part.last_request;
   const int keys = starts ? part.first_keys : ends ? part.last_keys : p.seqlens[request];
   const int first_part = starts ? part.first_begin : ends ? part.last_begin : me;
@@ -261,9 +263,11 @@ FG_DEVICE Segment segment_of(const Params& p, const Part& part, int request) {
   return segment;
 }
 
+// Asked anew each time: the copy warps have few registers.
+FG_DEVICE int this_warp() { return first_lane(threadIdx.x / WARP_SIZE); }
+
 FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
-  const int warp = first_lane(threadIdx.x / WARP_SIZE);
-  if (warp >= COPY_WARPS) return;
+  if (this_warp() >= COPY_WARPS) return;
   const bool issues = threadIdx.x == 0;
   if (issues) prefetch_tensormap(&p.q_map);
   CacheCopy copy(p, smem, barriers);
@@ -279,7 +283,7 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
       const int keys = segment.keys, end = segment.end;
       int key = segment.first_tile * BLOCK_N;
       copy.find(request, key, keys);
-      if (warp == 0) {
+      if (this_warp() == 0) {
         copy.flush(at);
         mbarrier_wait_parity(barriers + Q_EMPTY, index & 1 ^ 1);
       }
@@ -299,7 +303,7 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
     }
   }
   copy.flush(at);
-  if (warp > 0) return;
+  if (this_warp() > 0) return;
   mbarrier_wait_parity(barriers + Q_EMPTY, index & 1 ^ 1);
   if (issues) {
     segment_at(smem, index).request = -1;
@@ -380,13 +384,13 @@ FG_DEVICE RowEnd end_row(const Params& p, int row, float reference, float sum) {
   constexpr float LN_2 = 0.69314718055994531f, LOG2_E = 1.44269504088896341f;
   RowEnd end;
   end.lse = sum == 0.0f ? -INFINITY : (reference + log2_approx(sum)) * LN_2;
-  end.inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  end.inverse = sum == 0.0f ? 0.0f : rcp_approx(sum);
   if (p.sink != nullptr) {
     // Both relative to the higher one; a sink of +inf as if it were finite, or it would be inf - inf.
     constexpr float HIGHEST = 3.0e38f;
     const float sink = p.sink[row % p.num_heads], extra = fminf(sink * LOG2_E, HIGHEST), highest = fmaxf(reference, extra);
     const float weight = exp2_approx(reference - highest), all = sum * weight + exp2_approx(extra - highest);
-    if (sum != 0.0f) end.inverse = weight / all;
+    if (sum != 0.0f) end.inverse = weight * rcp_approx(all);
     if (p.lse_counts_sink != 0) end.lse = sum == 0.0f ? sink : (fmaxf(reference, sink * LOG2_E) + log2_approx(all)) * LN_2;
   }
   return end;
@@ -492,7 +496,7 @@ FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barr
   for (int which = 0; which < 2; ++which) {
     const Split split = split_of_block(p, which);
     if (split.parts == 1) continue;
-    const int part = blockIdx.x / row_blocks - split.first_part;
+    const int part = mine.number - split.first_part;
     mbarrier_wait_parity(barriers + PARTS_FULL + which, 0);
     bar_sync<SUMS_BARRIER, 256>();  // both warpgroups are done with the shared memory that this takes
     const float* const first_results = part_results(p, 2 * (split.first_part * row_blocks + row_block));

@@ -42,6 +42,7 @@
 // grid: x = one block per SM, or per unit of work where those are fewer
 // tile: fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)
 
+#include "flashgen/divisor.cuh"
 #include "flashgen/epilogue.cuh"
 #include "flashgen/gemm_async.cuh"
 #include "flashgen/mask.cuh"
@@ -81,20 +82,20 @@ constexpr int CLEAN_WARPS = 2;  // of the load warpgroup: what its other two lea
 constexpr int CLEAN_BARRIER = 7;  // the named barrier at which they meet, behind those below
 constexpr int TURN_BARRIER = 1;  // first of the named barriers for turns, one per warpgroup
 
-// Shared memory of one block, 229968 bytes:
+// Shared memory of one block, 229984 bytes:
 //   [0, +98304)  Q: [3 warpgroups][2 stages] of 64 queries
 //   [98304, +65536)  K: 4 stages of 64 keys
 //   [163840, +65536)  V: 4 stages of 64 values
-//   [229376, +232)  WORK: 2 announcements of query tiles
-//   [229616, +64)  TILES: [stages][3 warpgroups] which tile a stage of keys holds; [stages] of values
-//   [229680, +288)  BARRIERS: the mbarriers
+//   [229376, +256)  WORK: 2 announcements of query tiles
+//   [229632, +64)  TILES: [stages][3 warpgroups] which tile a stage of keys holds; [stages] of values
+//   [229696, +288)  BARRIERS: the mbarriers
 constexpr int SMEM_Q = 0;
 constexpr int SMEM_K = 98304;
 constexpr int SMEM_V = 163840;
 constexpr int SMEM_WORK = 229376;
-constexpr int SMEM_TILES = 229616;
-constexpr int SMEM_BARRIERS = 229680;
-constexpr int SMEM_BYTES = 229968;
+constexpr int SMEM_TILES = 229632;
+constexpr int SMEM_BARRIERS = 229696;
+constexpr int SMEM_BYTES = 229984;
 
 // mbarriers, by their place in region BARRIERS:
 constexpr int K_FULL = 0;  // [4], complete after 1 arrivals: a tile of keys has landed
@@ -134,14 +135,14 @@ struct Params {
   int32_t batch;  // sequences
   int32_t seqlen_q;  // queries per sequence
   int32_t seqlen_kv;  // keys per sequence
-  int32_t num_heads_q;  // query heads
-  int32_t heads_per_kv_head;  // num_heads_q / num_heads_kv
-  int32_t m_tiles;  // query tiles per head and sequence
+  Divisor num_heads_q;  // query heads
+  Divisor heads_per_kv_head;  // num_heads_q / num_heads_kv
+  Divisor m_tiles;  // query tiles per head and sequence
   float scale_log2;  // softmax_scale * log2(e)
   int32_t num_units;  // of work: query tiles of all heads and sequences, or parts
-  int32_t heads_per_section;  // query heads whose keys and values L2 holds together
+  Divisor heads_per_section;  // query heads whose keys and values L2 holds together
   int32_t heads_before_the_end;  // in whole sections
-  int32_t heads_at_the_end;  // in the last section
+  Divisor heads_at_the_end;  // in the last section
   int32_t align_bottom_right;  // 1: the last query is aligned with the last key; 0: first with first
   int32_t user_num_sink;  // parameter of the spec
   int32_t user_window;  // parameter of the spec
@@ -283,9 +284,9 @@ FG_DEVICE void hide_scores(float (&s)[M][N][4], const Params& p, const Work& wor
 // that the grid ends with short tiles.
 FG_DEVICE int next_unit(const Params& p, int unit) { return gridDim.x + draw_ticket(p.counters); }
 FG_DEVICE int ordered_tile(const Params& p, int tile) {
-  const int section = min_int(tile / (p.heads_per_section * p.m_tiles), p.heads_before_the_end / p.heads_per_section);
+  const int section = min_int(tile / p.m_tiles / p.heads_per_section, p.heads_before_the_end / p.heads_per_section);
   const int first_head = section * p.heads_per_section;
-  const int heads_here = first_head < p.heads_before_the_end ? p.heads_per_section : p.heads_at_the_end;
+  const Divisor heads_here = first_head < p.heads_before_the_end ? p.heads_per_section : p.heads_at_the_end;
   const int place = tile - first_head * p.m_tiles;
   return (first_head + place % heads_here) * p.m_tiles + place / heads_here;
 }
@@ -333,12 +334,15 @@ struct Assignment {
   Work work;
   int unit;                           // negative: there is no more
   int poisoned[CLEAN_WARPS];          // by clean warp: whether the others held an infinity or a NaN
+  int first_query[WARPGROUPS];        // of each warpgroup; past the end if it has none
 };
 static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(Assignment), "map and tiles agree");
 
-// Writes an announcement. By the whole load warp.
-FG_DEVICE void write_assignment(Assignment& a, const Work& work, int unit) {
-  if (threadIdx.x % WARP_SIZE == 0) {
+// Writes an announcement, each lane a part. By the whole load warp.
+FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work, int unit) {
+  const int lane = threadIdx.x % WARP_SIZE;
+  if (lane < WARPGROUPS) a.first_query[lane] = first_query(p, work, lane);
+  if (lane == 0) {
     a.work = work;
     a.unit = unit;
     for (int i = 0; i < CLEAN_WARPS; ++i) a.poisoned[i] = 0;
@@ -381,9 +385,11 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   const int lane = threadIdx.x % WARP_SIZE;
   int* const key_tiles = reinterpret_cast<int*>(smem + SMEM_TILES);         // [stage][warpgroup]
   int* const value_tiles = key_tiles + NUM_STAGES * WARPGROUPS;             // [stage], of the whole block
-  const auto announce = [&](const Work& work, int unit) {
+  const auto free_announcement = [&]() -> Assignment& {
     works.wait_empty(barriers + WORK_EMPTY);
-    write_assignment(*reinterpret_cast<Assignment*>(smem + SMEM_WORK + works.stage * sizeof(Assignment)), work, unit);
+    return *reinterpret_cast<Assignment*>(smem + SMEM_WORK + works.stage * sizeof(Assignment));
+  };
+  const auto announce = [&] {
     if (issues) mbarrier_arrive(barriers + WORK_FULL + works.stage);
     works.advance();
   };
@@ -405,7 +411,8 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
       unit = first_lane(next_unit(p, unit));
       continue;
     }
-    announce(work, unit);
+    write_assignment(free_announcement(), p, work, unit);
+    announce();
     const QuerySpan rows = queries_of(p, work);
     const TileRows all_rows = tile_rows(p, work, rows.first, rows.last);
     const auto classify = [&](int first, int last) { return tile_class(p, work, all_rows, first, last); };
@@ -458,7 +465,9 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
     unit = first_lane(next);
   }
   if (due >= 0) load_values(due, row, head, batch);
-  announce({}, -1);
+  Assignment& last = free_announcement();
+  if (issues) last.unit = -1;
+  announce();
   if (issues) return_tickets(p.counters);
 }
 
@@ -467,14 +476,14 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
   Ring<Q_STAGES> queries;
   Assignments assignments = {smem, barriers};
   while (assignments.more()) {
-    const Work& work = assignments.current().work;
+    const Assignment& a = assignments.current();
 #pragma unroll
     for (int w = 0; w < WARPGROUPS; ++w) {
       uint64_t* const full = barriers + Q_FULL + w * Q_STAGES + queries.stage;
       queries.wait_empty(barriers + Q_EMPTY + w * Q_STAGES);
       if (threadIdx.x % WARP_SIZE == 0)
-        load_query_rows<QueryTile>(p, smem + SMEM_Q + (w * Q_STAGES + queries.stage) * QueryTile::BYTES, full, work,
-                                   first_query(p, work, w));
+        load_query_rows<QueryTile>(p, smem + SMEM_Q + (w * Q_STAGES + queries.stage) * QueryTile::BYTES, full,
+                                   a.work, a.first_query[w]);
     }
     queries.advance();
     assignments.advance();
@@ -584,7 +593,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     const int warpgroup = this_warpgroup();
     const Assignment& a = assignments.current();
     const Work& work = a.work;
-    const int first_row = first_lane(first_query(p, work, warpgroup)) * rows_per_query(p);
+    const int first_row = first_lane(a.first_query[warpgroup]) * rows_per_query(p);
     const int row = first_row + lane_row;
     const auto visible = [&](int row) { return RowSight{p, work, row}; };
     const int tile = tile_of(here);
@@ -649,6 +658,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     // Of the warpgroup's 64 rows, those that exist; may be negative.
     const int rows_here = min_int(work.seqlen_q * rows_per_query(p) - first_row, group_queries(p) * rows_per_query(p));
     bool whole = true;
+    add_up(rows);
     if (whole) {
       normalise(o, rows);
       if (p.lse != nullptr)
@@ -664,13 +674,14 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
         if (warp_rows >= STORED_ROWS)
           store_box<OutRows>(&p.out_map, panel_image, panel, map_q_row(work) + warp_row, work.head_q, map_batch(work));
       });
-      if (poisoned(a)) {
-        if (lane == 0) bulk_wait<0>();  // the output is there
-        sync_warp();
-        put_back(p, a, row, visible, [&](int h, int col, uint32_t pair) {
-          if (lane_row + 8 * h < rows_here) red_add2(Element{}, out_row(p, work, row + 8 * h) + col, pair);
-        });
-      }
+    }
+    if (poisoned(a)) {
+      if (lane == 0) bulk_wait<0>();  // the output is there
+      sync_warp();
+      put_back(p, a, row, visible, [&](int h, int col, uint32_t pair) {
+        if (lane_row + 8 * h >= rows_here) return;
+        if (whole) red_add2(Element{}, out_row(p, work, row + 8 * h) + col, pair);
+      });
     }
     assignments.release_previous();
     wgmma_wait<0>(registers_of(s));
@@ -687,25 +698,26 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 window_sinks_bf16_d128_fa3_sink_x00855378(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + K_FULL + i, 1);
-    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + K_EMPTY + i, 12);
-    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + V_FULL + i, 1);
-    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + V_EMPTY + i, 12);
-    for (int i = 0; i < 6; ++i) mbarrier_init(barriers + Q_FULL + i, 1);
-    for (int i = 0; i < 6; ++i) mbarrier_init(barriers + Q_EMPTY + i, 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WORK_FULL + i, 1);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WORK_EMPTY + i, 15);
-    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + V_LANDED + i, 1);
-    fence_mbarrier_init();
-  }
+  if (threadIdx.x < 4) mbarrier_init(barriers + K_FULL + threadIdx.x, 1);
+  if (threadIdx.x < 4) mbarrier_init(barriers + K_EMPTY + threadIdx.x, 12);
+  if (threadIdx.x < 4) mbarrier_init(barriers + V_FULL + threadIdx.x, 1);
+  if (threadIdx.x < 4) mbarrier_init(barriers + V_EMPTY + threadIdx.x, 12);
+  if (threadIdx.x < 6) mbarrier_init(barriers + Q_FULL + threadIdx.x, 1);
+  if (threadIdx.x < 6) mbarrier_init(barriers + Q_EMPTY + threadIdx.x, 4);
+  if (threadIdx.x < 2) mbarrier_init(barriers + WORK_FULL + threadIdx.x, 1);
+  if (threadIdx.x < 2) mbarrier_init(barriers + WORK_EMPTY + threadIdx.x, 15);
+  if (threadIdx.x < 4) mbarrier_init(barriers + V_LANDED + threadIdx.x, 1);
+  fence_mbarrier_init();
   sync_block();
   if (first_lane(threadIdx.x / 128) == 0) {
     setmaxnreg_dec<LOAD_REGISTERS>();
     const int warp = first_lane(threadIdx.x / WARP_SIZE);
-    if (warp == 0) load_keys_and_values(p, smem, barriers);
-    if (warp == 1) load_queries(p, smem, barriers);
-    if (warp >= 2) clean_values(smem, barriers, warp - 2);
+    if (warp == 0)
+      load_keys_and_values(p, smem, barriers);
+    else if (warp == 1)
+      load_queries(p, smem, barriers);
+    else
+      clean_values(smem, barriers, warp - 2);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
     attend(p, smem, barriers);

@@ -55,8 +55,15 @@ def pack_params(plan: Plan, values: Mapping[str, int | float]) -> bytes:
     """The parameter block with null pointers and blank tensor maps. `values`: every other parameter."""
     blank: dict[str, int | bytes] = dict.fromkeys(pointer_names(plan), 0)
     blank |= {row.name: bytes(MAP_BYTES) for row in plan.tensor_maps}
-    return struct.pack(plan.params_format(), *(blank[p.name] if p.name in blank else values[p.name]
-                                               for p in plan.params))
+    return struct.pack(plan.params_format(), *(
+        blank[p.name] if p.name in blank else divisor_bytes(int(values[p.name])) if p.ctype == "divisor"
+        else values[p.name] for p in plan.params))
+
+
+def divisor_bytes(value: int) -> bytes:
+    """struct Divisor of templates/include/flashgen/divisor.cuh, for value in [0, 2^31); nothing is divided by 0."""
+    shift = max(value - 1, 0).bit_length()
+    return struct.pack("<iII", value, -(-(1 << 31 + shift) // max(value, 1)), shift)
 
 
 def _attributes(plan: Plan, values: Mapping[str, int | float]) -> list[Any]:

@@ -22,6 +22,7 @@ _ERROR = re.compile(r"^(?P<file>[^\n()]+)\((?P<line>\d+)\): (?:catastrophic |int
 _PTX_ERROR = re.compile(r"ptx input, line (?P<line>\d+); (?:error|fatal)\s*: (?P<what>.*)$", re.MULTILINE)
 _TIMING = re.compile(r"^ptxas info\s*: Compile time = .*\n?", re.MULTILINE)
 _AROUND_LINES = 3
+NEWEST_TRIED = (13, 5)  # every shipped kernel compiles with each minor version from 13.0 to this one
 _EXCERPTS_MAX = 6
 
 
@@ -146,5 +147,14 @@ def _check_resources(resources: Resources, source: Source, plan: Plan, log: str)
     if faults:
         raise CompileError(f"{plan.variant} for {source.arch}: {'; '.join(faults)}", where=plan.kernel_name,
                            allowed=f"{allowed} spilled bytes, and no C75xx or C76xx line",
-                           nearest="a smaller tile, more warps, or fewer blocks per SM",
+                           nearest="a smaller tile, more warps, or fewer blocks per SM", next=_tried_compiler(),
                            details=f"--- log\n{log.strip()}")
+
+
+def _tried_compiler() -> str:
+    """Another compiler allots registers another way, and a shipped kernel has none to spare."""
+    if nvrtc_version() <= NEWEST_TRIED:
+        return ""
+    major, minor = NEWEST_TRIED
+    return (f"pip install 'nvidia-cuda-nvrtc<{major}.{minor + 1}': NVRTC {version_text()} is newer than any that the "
+            f"shipped kernels were compiled with")

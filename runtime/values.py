@@ -10,7 +10,7 @@ from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.plan import CTYPES, Plan
-from flashgen.codegen.warpgroup import WARPGROUP_ROWS
+from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_WARPS
 from flashgen.errors import PlanError, UnsupportedError
 from flashgen.runtime.split import Cutting, Parts, cut_tail, sections
 
@@ -61,17 +61,22 @@ def fa3_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
     of the fp32 array `partials`, 0 where none is needed; `counter_words` that of the int32 array `counters`.
     """
     values, cut = _tiled(plan, **call), cutting_of(plan)
+    rows, group_rows = values["seqlen_q"], WARPGROUP_ROWS  # of a sequence and head; of a warpgroup
     if cut.packed:
         group = values["heads_per_kv_head"]
+        values["num_heads_kv"] = values["num_heads_q"] // group
         values["m_tiles"] = -(-values["seqlen_q"] // cut.queries(group))
         values["num_tiles"] = values["m_tiles"] * values["num_heads_q"] // group * values["batch"]
         values["group_queries"] = WARPGROUP_ROWS // group
+        rows, group_rows = rows * group, values["group_queries"] * group
     tiles = values["num_tiles"]
     heads = values["num_heads_q"] * (1 if _varlen(plan) else values["batch"])
     parts = cut_tail(cut, num_sms, **call) if splits_keys(plan) else Parts.none(tiles)
     return {
         **values, **sections(cut, num_sms, heads, values["m_tiles"], values["seqlen_kv"], values["heads_per_kv_head"]),
         **parts._asdict(),
+        "part_slabs": min(rows // group_rows * WARPGROUP_WARPS + -(-(rows % group_rows) // WARP_ROWS),
+                          cut.rows // WARP_ROWS),
         "cooperative": parts.max_parts > 1,  # blocks wait for each other's parts
         "partials_floats": (tiles - parts.full_tiles) * parts.max_parts * plan.constant("PARTIAL_FLOATS")
         if parts.max_parts > 1 else 0,

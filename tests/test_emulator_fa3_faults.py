@@ -93,7 +93,7 @@ FAULTS = {
     "values read as keys": (
         "turns, parts, output over queries", "kernel", "", "descriptor(smem + SMEM_V)", "descriptor(smem + SMEM_K)"),
     "another warpgroup's queries": (
-        "turns, output apart", "kernel", "", "first_query(p, work, w)", "first_query(p, work, 0)"),
+        "turns, output apart", "kernel", "", "a.first_query[w]", "a.first_query[0]"),
     "idle warpgroups at the end": (
         "tickets, output over queries", "kernel", "", "/ WARPGROUPS + 1 - w.m_tile) * WARPGROUPS",
         "/ WARPGROUPS + 1 - w.m_tile) * WARPGROUPS + 1"),
@@ -119,7 +119,8 @@ FAULTS = {
     "a part of the wrong tile": (
         "turns, parts, output over queries", "kernel", "", "p.counters + ARRIVALS + a.tail", "p.counters + ARRIVALS"),
     "rows of another head": ("packed", "kernel", "", "head = row % p.heads_per_kv_head", "head = 0"),
-    "rows are queries": ("packed", "kernel", "error", "return (uint32_t)row / heads;", "return row;"),
+    "rows are queries": ("packed", "kernel", "error", "return row / p.heads_per_kv_head;", "return row;"),
+    "quotients of divisors": ("packed", "divisor.cuh", "", ">> 32 >> by.shift", ">> 32 >> by.shift + 1"),
     "rows that hold no query": (
         "packed", "kernel", "", "int row = group_queries(p) * rows_per_query(p); row < 64", "int row = 64; row < 64"),
     "rows of the next sequence overwritten": (

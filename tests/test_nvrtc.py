@@ -58,6 +58,17 @@ def test_spills_beyond_the_plan_are_refused_with_their_size_and_allowed_ones_rep
         compile_source(source, plan=replace(plan, allowed_spill_bytes=limit - 1))
 
 
+def test_a_newer_compiler_that_spills_is_named_with_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, source = tiny(text=SPILL_TEXT)
+    with pytest.raises(CompileError) as caught:
+        compile_source(source, plan=plan)
+    assert not caught.value.next
+    monkeypatch.setattr(nvrtc, "NEWEST_TRIED", (nvrtc.nvrtc_version()[0], nvrtc.nvrtc_version()[1] - 1))
+    with pytest.raises(CompileError) as caught:
+        compile_source(source, plan=plan)
+    assert f"nvidia-cuda-nvrtc<{nvrtc.version_text()}'" in caught.value.next
+
+
 def test_a_local_array_is_refused_even_without_spills() -> None:
     text = TEXT.replace("if (", "float a[32]; for (int i = 0; i < params.n; i++) a[i % 32] = params.a[i];\n"
                                 "    params.out[0] = a[params.n % 7];\n    if (")
@@ -191,6 +202,15 @@ def test_rows_of_the_output_are_stored_sixteen_bytes_at_a_time(name: str, varian
     text = ptx_of(plan_and_source(spec)[1])
     assert len(re.findall(r"st\.global\.v4\.u32", text)) == stores
     assert not re.search(r"(st\.global\.u32[^\n]*\n\s*){4}", text)
+
+
+@pytest.mark.parametrize(("name", "variant"), [
+    (name, spec.variant) for name in ("fa3_fwd", "fa3_fwd_d192_v128", "mla_h100", "mla_h100_caches")
+    for spec in load_specs(spec_path(name)).specs if spec.dtype == "bf16" and spec.arch == "sm_90a"])
+def test_what_is_shipped_for_hopper_compiles_without_spills(name: str, variant: str) -> None:
+    """With whichever NVRTC is here: each version allots registers its own way, and load warps have few."""
+    plan, source = plan_and_source(next(spec for spec in load_specs(spec_path(name)).specs if spec.variant == variant))
+    assert compile_source(source, plan=plan).resources.spill_store_bytes == 0
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (96, 64), (80, 80), (128, 80)], ids=str)

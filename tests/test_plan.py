@@ -128,7 +128,10 @@ def test_params_layout_is_the_c_layout():
     """Against ctypes, which lays structures out as the compiler does; the kernel asserts the size too."""
     import ctypes
 
-    kinds = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+    class Divisor(ctypes.Structure):
+        _fields_ = (("value", ctypes.c_int32), ("multiplier", ctypes.c_uint32), ("shift", ctypes.c_uint32))
+
+    kinds = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float, "12s": Divisor}
     for change in ({}, {"window": True, "kv_layout": "varlen"}, {"lse": False}):
         plan = lower(BASE.with_(**change))
         members = [(p.name, kinds[plans.CTYPES[p.ctype].code]) for p in plan.params]

@@ -3,15 +3,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import struct
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tensor_map_kit import fa3_like
 
 from flashgen.codegen.lower import lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec import Spec
 from flashgen.errors import PlanError, UnsupportedError
+from flashgen.runtime.kernel import divisor_bytes
 from flashgen.runtime.values import (
     fa2_values,
     fa3_values,
@@ -94,3 +98,24 @@ def test_no_launch_is_empty() -> None:
         assert fa3_values(plan, num_sms=SMS, **call(seqlen_q=seqlen_q, seqlen_kv=0))["grid_x"] >= 1
     varlen = fa3_like(kv_layout="varlen", partials=False)
     assert fa3_values(varlen, num_sms=SMS, **call(seqlen_q=1, batch=1, num_heads_q=1, num_heads_kv=1))["grid_x"] == 2
+
+
+INT_MAX = 2**31 - 1
+
+
+@given(st.integers(0, INT_MAX), st.integers(1, INT_MAX), st.integers(0, 3))
+@example(INT_MAX, 1, 0)
+@example(INT_MAX, INT_MAX, 0)
+@example(INT_MAX - 1, INT_MAX, 0)
+@example(INT_MAX, 2**30 + 1, 0)
+def test_a_divisor_divides(number: int, value: int, beside: int) -> None:
+    """By the instructions of divisor.cuh. Near multiples of the divisor, where a quotient could be one off, too."""
+    _, multiplier, shift = struct.unpack("<iII", divisor_bytes(value))
+    for n in (number, min(max(number // value * value + beside - 2, 0), INT_MAX)):
+        assert 2 * n * multiplier >> 32 >> shift == n // value
+    assert multiplier < 2**32
+
+
+def test_a_divisor_of_nothing_can_be_packed() -> None:
+    """Calls without rows have no tiles, and launch nothing."""
+    assert struct.unpack("<iII", divisor_bytes(0))[0] == 0

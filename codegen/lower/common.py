@@ -56,9 +56,9 @@ def size_params(spec: Spec) -> list[Param]:
         Param("batch", "i32", "sequences"),
         Param("seqlen_q", "i32", "total_q" if varlen else "queries per sequence"),
         Param("seqlen_kv", "i32", "total_kv" if varlen else "keys per sequence"),
-        Param("num_heads_q", "i32", "query heads"),
-        Param("heads_per_kv_head", "i32", "num_heads_q / num_heads_kv"),
-        Param("m_tiles", "i32", "query tiles per head" if varlen else "query tiles per head and sequence"),
+        Param("num_heads_q", "divisor", "query heads"),
+        Param("heads_per_kv_head", "divisor", "num_heads_q / num_heads_kv"),
+        Param("m_tiles", "divisor", "query tiles per head" if varlen else "query tiles per head and sequence"),
         Param("scale_log2", "f32", "softmax_scale * log2(e)" if spec.expressions.score is None
               else "log2(e), since the expression gives natural units"),
     ]

@@ -18,6 +18,7 @@ from flashgen.codegen.target import Target
 from flashgen.codegen.tiles import TileRow, find_tile, kernel_kind
 from flashgen.codegen.warpgroup import (
     MAX_WARPGROUPS,
+    WARP_ROWS,
     WARPGROUP_ROWS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
@@ -31,7 +32,6 @@ from flashgen.errors import PlanError
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
 GATHER_REGISTERS = (40, 152)  # of three, where tiles are found by tensors that are read element by element
 ALL_REGISTERS = 255       # of a thread: what each has from the start where only one warpgroup multiplies
-WARP_ROWS = 16            # of an accumulator of wgmma
 MIN_STAGES = 2            # of keys and values: keys run a tile ahead
 OUT_STAGES = 2            # panels of the output that a warp has under way
 WORK_STAGES = 2           # query tiles announced ahead: the one at work, and the one whose loads run
@@ -42,7 +42,7 @@ PARTS_AT_ONCE = 6         # what the registers of four warpgroups hold
 GATHER_ROWS = (192, 128)  # of kernels that spill with more, up to GATHER_HEAD_DIM and above: more rows, fewer registers
 GATHER_HEAD_DIM = 64
 ASSIGNMENT_BYTES = 56     # of one announcement, at most, and for each warpgroup
-KV_TILES_BYTES = 20
+WARPGROUP_BYTES = 24
 
 
 def lower(spec: Spec, target: Target) -> Plan:
@@ -158,7 +158,7 @@ def _smem(spec: Spec, tile: TileRow, groups: int, walked: bool, out_stages: int,
           if out_stages else ()),
         *((("WEIGHTS", groups * tile_bytes(WARPGROUP_ROWS, tile.n), f"[{groups} warpgroups] of 64 rows of weights"),)
           if tile.p_operand == "shared" else ()),
-        ("WORK", WORK_STAGES * (ASSIGNMENT_BYTES + groups * KV_TILES_BYTES),
+        ("WORK", WORK_STAGES * (ASSIGNMENT_BYTES + groups * WARPGROUP_BYTES),
          f"{WORK_STAGES} announcements of query tiles"),
         *((("TILES", round_up(4 * tile.stages * (groups + 1), 16),
             f"[stages][{groups} warpgroups] which tile a stage of keys holds; [stages] of values"),) if walked else ()),
@@ -269,6 +269,7 @@ def _params(spec: Spec, order: str, split: bool) -> tuple[Param, ...]:
         pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][max_parts] parts of PARTIAL_FLOATS"))
         sizes += [Param("num_tiles", "i32", "query tiles, over all heads and sequences"),
                   Param("full_tiles", "i32", "the first of them, which are not split"),
-                  Param("tiles_per_part", "i32", "tiles of keys of each part of the others, at most"),
-                  Param("max_parts", "i32", "parts of a tile, at most")]
+                  Param("tiles_per_part", "divisor", "tiles of keys of each part of the others, at most"),
+                  Param("max_parts", "i32", "parts of a tile, at most"),
+                  Param("part_slabs", "divisor", "slabs of a part that hold rows: 16 each")]
     return (*maps, *pointers, *stride_params(spec), *sizes, *ORDERS[order], *expressions.slot_params(spec))

@@ -1,18 +1,28 @@
 // Normalises the accumulator and writes out and lse.
 #pragma once
 #include "flashgen/ptx/convert.cuh"
+#include "flashgen/ptx/math.cuh"
 #include "flashgen/softmax.cuh"
 #include "flashgen/tile.cuh"
 
-// Divides o by the row sums. A row that saw no key has sum 0 and o 0: it stays exactly 0.
+// The sum of each row, where each lane of the quad had its share.
+template <class Rows>
+FG_DEVICE void add_up(Rows& rows) {
+  constexpr int M = sizeof(rows.sum) / sizeof(rows.sum[0]);
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) rows.sum[m][h] = quad_sum(rows.sum[m][h]);
+}
+
+// Divides o by the sums of the rows. A row that saw no key has sum 0 and o 0: it stays exactly 0.
 template <class Rows, int M, int V>
-FG_DEVICE void normalise(float (&o)[M][V][4], Rows& rows) {
+FG_DEVICE void normalise(float (&o)[M][V][4], const Rows& rows) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      rows.sum[m][h] = quad_sum(rows.sum[m][h]);
-      const float inverse = rows.sum[m][h] == 0.0f ? 0.0f : 1.0f / rows.sum[m][h];
+      const float inverse = rows.sum[m][h] == 0.0f ? 0.0f : rcp_approx(rows.sum[m][h]);
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         o[m][v][2 * h] *= inverse;

@@ -18,7 +18,7 @@ struct Slab {
   Floats4 rows[WARP_SIZE];  // of rows lane / 4 and lane / 4 + 8: references, sums
 };
 
-// By the warp that has the rows.
+// By the warp that has the rows, whose sums are added up.
 template <int V>
 FG_DEVICE void write_slab(Slab<V>& slab, const float (&o)[1][V][4], const StaleRows& rows) {
   const int lane = threadIdx.x % WARP_SIZE;
@@ -27,7 +27,7 @@ FG_DEVICE void write_slab(Slab<V>& slab, const float (&o)[1][V][4], const StaleR
   Floats4 state;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float sum = quad_sum(rows.sum[0][h]);
+    const float sum = rows.sum[0][h];
     // A part in which the row sees no key must not set the scale for the others.
     state.x[h] = sum == 0.0f ? -INFINITY : rows.reference[0][h];
     state.x[2 + h] = sum;
@@ -56,8 +56,7 @@ FG_DEVICE void wait_for_arrivals(const int* arrivals, int count) {
 }
 
 // By a warp: columns 8 * first .. 8 * (first + N) - 1 of the sum of `parts` slabs, which lie `stride` slabs apart.
-// AT_ONCE parts are read together, so that the way to device memory is paid once for all of them. The sums of `rows` are
-// then whole in lane 0 of each quad and 0 in the others, as if every lane had its share.
+// AT_ONCE parts are read together, so that the way to device memory is paid once for all of them.
 template <int AT_ONCE, int N, int V>
 FG_DEVICE void add_parts(const Slab<V>* slab, int64_t stride, int parts, int first, float (&o)[1][N][4], StaleRows& rows) {
   const int lane = threadIdx.x % WARP_SIZE;
@@ -103,9 +102,6 @@ FG_DEVICE void add_parts(const Slab<V>* slab, int64_t stride, int parts, int fir
       }
     }
   }
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-    if (lane % 4 != 0) rows.sum[0][h] = 0.0f;
 }
 
 // By one warp of each block, after its last wait: the last block puts `done` and the `count` counters of arrivals back

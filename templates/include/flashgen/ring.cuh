@@ -13,6 +13,7 @@ struct Ring {
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     round ^= stage == 0;
   }
+  FG_DEVICE Ring before() const { return {stage == 0 ? STAGES - 1 : stage - 1, stage == 0 ? round ^ 1 : round}; }
   FG_DEVICE void wait_full(uint64_t* full) const { mbarrier_wait_parity(full + stage, round); }
   // Of a fresh barrier the phase before the first has ended, so the first round does not wait.
   FG_DEVICE void wait_empty(uint64_t* empty) const { mbarrier_wait_parity(empty + stage, round ^ 1); }
