@@ -60,7 +60,9 @@ def _kv_loops(plan: Plan) -> tuple[KvLoop, ...]:
 
 def _loops_of_mask(plan: Plan) -> tuple[KvLoop, ...]:
     mask = dict(plan.slots).get("mask")
-    return MASKS[mask].loops[plan.family] if mask else ()
+    loops = MASKS[mask].loops if mask else {plan.family: ()}
+    own = loops[plan.family]
+    return loops.get(f"{plan.family} split", own) if dict(plan.flags).get("split") else own
 
 
 def plan_and_source(spec: Spec) -> tuple[Plan, Source]:

@@ -120,6 +120,8 @@ FAULTS = {
         "turns, parts, output over queries", "kernel", "", "p.counters + ARRIVALS + a.tail", "p.counters + ARRIVALS"),
     "rows of another head": ("packed", "kernel", "", "head = row % p.heads_per_kv_head", "head = 0"),
     "rows are queries": ("packed", "kernel", "error", "return row / p.heads_per_kv_head;", "return row;"),
+    "the first masked tile": (
+        "turns, output apart", "kernel", "", "if (tile >= tiles.full_end)", "if (tile > tiles.full_end)"),
     "quotients of divisors": ("packed", "divisor.cuh", "", ">> 32 >> by.shift", ">> 32 >> by.shift + 1"),
     "rows that hold no query": (
         "packed", "kernel", "", "int row = group_queries(p) * rows_per_query(p); row < 64", "int row = 64; row < 64"),
