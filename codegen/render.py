@@ -13,7 +13,7 @@ import jinja2
 import jinja2.sandbox
 
 from flashgen.codegen.plan import CTYPES, Plan
-from flashgen.codegen.slots import EXPRESSION_FLAGS, MASKS, KvLoop
+from flashgen.codegen.slots import EXPRESSION_FLAGS, MASKS, ONE_LOOP, KvLoop
 from flashgen.codegen.source import Source
 from flashgen.codegen.wgmma import HEADER as WGMMA_HEADER
 from flashgen.codegen.wgmma import render_wgmma
@@ -60,9 +60,9 @@ def _kv_loops(plan: Plan) -> tuple[KvLoop, ...]:
 
 def _loops_of_mask(plan: Plan) -> tuple[KvLoop, ...]:
     mask = dict(plan.slots).get("mask")
-    loops = MASKS[mask].loops if mask else {plan.family: ()}
-    own = loops[plan.family]
-    return loops.get(f"{plan.family} split", own) if dict(plan.flags).get("split") else own
+    if dict(plan.flags).get("one_loop"):
+        return ONE_LOOP
+    return MASKS[mask].loops[plan.family] if mask else ()
 
 
 def plan_and_source(spec: Spec) -> tuple[Plan, Source]:

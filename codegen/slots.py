@@ -48,9 +48,9 @@ _LEFT = KvLoop("tiles that the window cuts on the left: masked", "begin", True)
 _UP_WHOLE = KvLoop(_WHOLE_ABOUT, "min_int(tiles.full_end, tiles.end)", False, settles=True)
 _UP_RIGHT = KvLoop(_RIGHT_ABOUT, "tiles.end", True)
 _UP_TAIL = KvLoop(_TAIL_ABOUT, "tiles.end", True)
-# Of kernels that split, which are long already: half of the compiler's time goes into the loops (docs/fa3.md).
-_UP_ALL = KvLoop("tiles, masked from where the mask cuts", "tiles.end", False, masked_where="tile >= tiles.full_end",
-                 settles=True)
+# Instead of the last two, where two loops take the compiler too long (flag one_loop).
+ONE_LOOP = (KvLoop("all tiles, masked from where the mask cuts", "tiles.end", False,
+                   masked_where="tile >= tiles.full_end", settles=True),)
 # Both ends of a mask that cuts on two sides: one text less to compile (a fifth of the kernel).
 _UP_SIDES = KvLoop("tiles that the mask cuts, or in which a row may meet its first key: masked", "masked_end", True,
                    exact=True, stale=False, leaves=True)
@@ -58,7 +58,7 @@ _UP_SIDES = KvLoop("tiles that the mask cuts, or in which a row may meet its fir
 
 @dataclass(frozen=True)
 class MaskChoice:
-    loops: dict[str, tuple[KvLoop, ...]]  # by family; of fa3's kernels that split, where they differ
+    loops: dict[str, tuple[KvLoop, ...]]  # by family
     params: tuple[Param, ...]
 
 
@@ -66,7 +66,7 @@ _ALIGN = Param("align_bottom_right", "i32", "1: the last query is aligned with t
 
 MASKS: dict[str, MaskChoice] = {
     "full": MaskChoice({"fa2": (_TAIL, _WHOLE), "fa3": (_UP_WHOLE, _UP_TAIL)}, ()),
-    "causal": MaskChoice({"fa2": (_RIGHT, _WHOLE), "fa3": (_UP_WHOLE, _UP_RIGHT), "fa3 split": (_UP_ALL,)}, (_ALIGN,)),
+    "causal": MaskChoice({"fa2": (_RIGHT, _WHOLE), "fa3": (_UP_WHOLE, _UP_RIGHT)}, (_ALIGN,)),
     "window": MaskChoice(
         {"fa2": (_RIGHT, _WHOLE, _LEFT), "fa3": (_UP_SIDES, _UP_WHOLE)},
         (

@@ -213,7 +213,7 @@ def test_what_is_shipped_for_hopper_compiles_without_spills(name: str, variant: 
     assert compile_source(source, plan=plan).resources.spill_store_bytes == 0
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (96, 64), (80, 80), (128, 80)], ids=str)
+@pytest.mark.parametrize("dims", [(8, 8), (96, 64), (80, 80), (128, 80), (200, 200)], ids=str)
 @pytest.mark.parametrize("variant", ["causal_split_packed", "causal_varlen"])
 def test_head_dims_that_no_file_ships_compile_without_spills(variant: str, dims: tuple[int, int]) -> None:
     """They are served all the same, with the registers of their neighbours' tiles: the first two have spilled."""

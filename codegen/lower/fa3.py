@@ -39,6 +39,7 @@ TICKET_LEAD = 3           # hides the answer of a device-wide counter; more woul
 CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
 MERGED_CHUNKS = 2         # the least that fills a sector of device memory; small shares keep every SM busy
 PARTS_AT_ONCE = 6         # what the registers of four warpgroups hold
+ONE_LOOP_HEAD_DIM = 128   # beyond it, kernels that split have one: a second costs NVRTC 0.3 s of 1.4 (docs/fa3.md)
 GATHER_ROWS = (192, 128)  # of kernels that spill with more, up to GATHER_HEAD_DIM and above: more rows, fewer registers
 GATHER_HEAD_DIM = 64
 ASSIGNMENT_BYTES = 56     # of one announcement, at most, and for each warpgroup
@@ -93,7 +94,8 @@ def lower(spec: Spec, target: Target) -> Plan:
                ("pingpong", pingpong), ("out_over_queries", over_queries), ("frees_queries", not over_queries),
                ("out_apart", bool(out_stages)), ("stores_boxes", not packed), ("stores_rows", varlen or packed),
                ("packed", packed), ("moves_registers", groups in REGISTERS), ("poisonable", poisonable),
-               ("pure", not poisonable), *expressions.flags_of(spec)),
+               ("pure", not poisonable),
+               ("one_loop", split and spec.head_dim_qk > ONE_LOOP_HEAD_DIM), *expressions.flags_of(spec)),
         params=_params(spec, order, split), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
