@@ -48,7 +48,7 @@ _LEFT = KvLoop("tiles that the window cuts on the left: masked", "begin", True)
 _UP_WHOLE = KvLoop(_WHOLE_ABOUT, "min_int(tiles.full_end, tiles.end)", False, settles=True)
 _UP_RIGHT = KvLoop(_RIGHT_ABOUT, "tiles.end", True)
 _UP_TAIL = KvLoop(_TAIL_ABOUT, "tiles.end", True)
-# Instead of the last two, where two loops take the compiler too long (flag one_loop).
+# Instead of one for whole tiles and one for the others, where that takes the compiler too long (flag one_loop).
 ONE_LOOP = (KvLoop("all tiles, masked from where the mask cuts", "tiles.end", False,
                    masked_where="tile >= tiles.full_end", settles=True),)
 # Both ends of a mask that cuts on two sides: one text less to compile (a fifth of the kernel).

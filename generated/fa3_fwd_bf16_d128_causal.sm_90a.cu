@@ -336,7 +336,30 @@ FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work
   sync_warp();
 }
 
-// A warp's way through the announcements. What it needs of one waits in shared memory until it is done with it: the main
+// The load warp's way through the announcements.
+struct Announcements {
+  unsigned char* smem;
+  uint64_t* barriers;
+  Ring<WORK_STAGES> ring;
+
+  // The next one, once everybody is done with what it said before.
+  FG_DEVICE Assignment& free() const {
+    ring.wait_empty(barriers + WORK_EMPTY);
+    return *reinterpret_cast<Assignment*>(smem + SMEM_WORK + ring.stage * sizeof(Assignment));
+  }
+  FG_DEVICE void announce() {
+    if (threadIdx.x == 0) mbarrier_arrive(barriers + WORK_FULL + ring.stage);
+    ring.advance();
+  }
+  // That there is no more.
+  FG_DEVICE void end() {
+    Assignment& last = free();
+    if (threadIdx.x == 0) last.unit = -1;
+    announce();
+  }
+};
+
+// Another warp's way through the announcements. What it needs of one waits in shared memory until it is done with it: the main
 // loop has no registers to spare.
 struct Assignments {
   unsigned char* smem;
@@ -365,16 +388,8 @@ struct Assignments {
 // unit into the next, because that is how the products need them.
 FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64_t* barriers) {
   Ring<NUM_STAGES> keys;
-  Ring<WORK_STAGES> works;
+  Announcements works = {smem, barriers};
   const bool issues = threadIdx.x == 0;
-  const auto free_announcement = [&]() -> Assignment& {
-    works.wait_empty(barriers + WORK_EMPTY);
-    return *reinterpret_cast<Assignment*>(smem + SMEM_WORK + works.stage * sizeof(Assignment));
-  };
-  const auto announce = [&] {
-    if (issues) mbarrier_arrive(barriers + WORK_FULL + works.stage);
-    works.advance();
-  };
   const auto load_keys = [&](int row, int head, int batch) {
     keys.wait_empty(barriers + K_EMPTY);
     if (issues)
@@ -401,8 +416,8 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
     }
     const UnitTiles tiles = tiles_of_unit(p, work, place);
     const TileRange range = tiles.range;
-    write_assignment(free_announcement(), p, work, unit, tiles);
-    announce();
+    write_assignment(works.free(), p, work, unit, tiles);
+    works.announce();
     int next = 0;
     for (int tile = range.begin; tile < range.end; ++tile) {
       // The next unit: late, so that whoever is done first takes it, and early enough for the answer to be there.
@@ -418,9 +433,7 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
     unit = first_lane(next);
   }
   if (row >= 0) load_values(row, head, batch, whole);
-  Assignment& last = free_announcement();
-  if (issues) last.unit = -1;
-  announce();
+  works.end();
   if (issues) return_tickets(p.counters);
 }
 
@@ -681,6 +694,7 @@ fa3_fwd_bf16_d128_causal(const __grid_constant__ Params p) {
   if (threadIdx.x < 4) mbarrier_init(barriers + V_LANDED + threadIdx.x, 1);
   fence_mbarrier_init();
   sync_block();
+
   if (first_lane(threadIdx.x / 128) == 0) {
     setmaxnreg_dec<LOAD_REGISTERS>();
     const int warp = first_lane(threadIdx.x / WARP_SIZE);

@@ -282,14 +282,13 @@ struct CacheCopy {
 
 // ---- the copy warps: each goes through the block's part of the schedule, and copies keys; the first announces segments and copies queries
 // What a block does, a record of RECORD_WORDS words: from tile first_tile of first_request to tile end_tile of last_request,
-// for rows row_block * block_rows and on. Block = number * row_blocks + row_block.
+// for rows row_block * block_rows and on. Block = part * row_blocks + row_block.
 struct Part {
   int first_request, first_tile, last_request, end_tile;  // first_request negative: nothing
   int first_begin, first_end, last_begin, last_end;       // the parts, inclusive, that share the first and last request
   int first_keys, last_keys;  // of these two, so that the decode need not wait for one more answer from memory
   int row_block, row_blocks, block_rows;
-  int number;  // of the part
-  int unused[2];
+  int unused[3];
 };
 static_assert(sizeof(Part) == 4 * RECORD_WORDS, "the schedule writes what the decode reads");
 
@@ -299,7 +298,7 @@ FG_DEVICE const Part& part_of_block(const Params& p) {
 
 // The segment of `request`, as far as it does not depend on the stream.
 FG_DEVICE Segment segment_of(const Params& p, const Part& part, int request) {
-  const int me = part.number;
+  const int me = blockIdx.x / part.row_blocks;
   const bool starts = request == part.first_request, ends = request == part.last_request;
   const int keys = starts ? part.first_keys : ends ? part.last_keys : p.seqlens[request];
   const int first_part = starts ? part.first_begin : ends ? part.last_begin : me;
@@ -551,7 +550,7 @@ FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barr
   for (int which = 0; which < 2; ++which) {
     const Split split = split_of_block(p, which);
     if (split.parts == 1) continue;
-    const int part = mine.number - split.first_part;
+    const int part = blockIdx.x / row_blocks - split.first_part;
     mbarrier_wait_parity(barriers + PARTS_FULL + which, 0);
     bar_sync<SUMS_BARRIER, 256>();  // both warpgroups are done with the shared memory that this takes
     const float* const first_results = part_results(p, 2 * (split.first_part * row_blocks + row_block));
@@ -820,19 +819,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 mla_h100_bf16_d576v512_paged1(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 8; ++i) mbarrier_init(barriers + SLOT_FULL + i, 1);
-    for (int i = 0; i < 8; ++i) mbarrier_init(barriers + SLOT_EMPTY + i, 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PAIR_FULL + i, 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PAIR_EMPTY + i, 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WEIGHTS_FULL + i, 4);
-    for (int i = 0; i < 1; ++i) mbarrier_init(barriers + ANNOUNCED + i, 1);
-    for (int i = 0; i < 1; ++i) mbarrier_init(barriers + Q_FULL + i, 1);
-    for (int i = 0; i < 1; ++i) mbarrier_init(barriers + Q_EMPTY + i, 8);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PARTS_FULL + i, 1);
-    fence_mbarrier_init();
-  }
+  if (threadIdx.x < 8) mbarrier_init(barriers + SLOT_FULL + threadIdx.x, 1);
+  if (threadIdx.x < 8) mbarrier_init(barriers + SLOT_EMPTY + threadIdx.x, 4);
+  if (threadIdx.x < 2) mbarrier_init(barriers + PAIR_FULL + threadIdx.x, 4);
+  if (threadIdx.x < 2) mbarrier_init(barriers + PAIR_EMPTY + threadIdx.x, 4);
+  if (threadIdx.x < 2) mbarrier_init(barriers + WEIGHTS_FULL + threadIdx.x, 4);
+  if (threadIdx.x < 1) mbarrier_init(barriers + ANNOUNCED + threadIdx.x, 1);
+  if (threadIdx.x < 1) mbarrier_init(barriers + Q_FULL + threadIdx.x, 1);
+  if (threadIdx.x < 1) mbarrier_init(barriers + Q_EMPTY + threadIdx.x, 8);
+  if (threadIdx.x < 2) mbarrier_init(barriers + PARTS_FULL + threadIdx.x, 1);
+  fence_mbarrier_init();
   sync_block();
+
   griddepcontrol_launch_dependents();  // the next kernel's blocks may come as soon as these leave
   if (first_lane(threadIdx.x / 128) == 0) {
     setmaxnreg_dec<LOAD_REGISTERS>();

@@ -350,7 +350,30 @@ FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work
   sync_warp();
 }
 
-// A warp's way through the announcements. What it needs of one waits in shared memory until it is done with it: the main
+// The load warp's way through the announcements.
+struct Announcements {
+  unsigned char* smem;
+  uint64_t* barriers;
+  Ring<WORK_STAGES> ring;
+
+  // The next one, once everybody is done with what it said before.
+  FG_DEVICE Assignment& free() const {
+    ring.wait_empty(barriers + WORK_EMPTY);
+    return *reinterpret_cast<Assignment*>(smem + SMEM_WORK + ring.stage * sizeof(Assignment));
+  }
+  FG_DEVICE void announce() {
+    if (threadIdx.x == 0) mbarrier_arrive(barriers + WORK_FULL + ring.stage);
+    ring.advance();
+  }
+  // That there is no more.
+  FG_DEVICE void end() {
+    Assignment& last = free();
+    if (threadIdx.x == 0) last.unit = -1;
+    announce();
+  }
+};
+
+// Another warp's way through the announcements. What it needs of one waits in shared memory until it is done with it: the main
 // loop has no registers to spare.
 struct Assignments {
   unsigned char* smem;
@@ -379,28 +402,20 @@ struct Assignments {
 // Keys run one tile ahead of values, from one unit into the next, because that is how the products need them. Beside
 // each stage of keys a word tells each warpgroup what is in it for its rows.
 FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64_t* barriers) {
-  Ring<NUM_STAGES> keys, values;
-  Ring<WORK_STAGES> works;
+  Ring<NUM_STAGES> keys;
+  Announcements works = {smem, barriers};
   const bool issues = threadIdx.x == 0;
   const int lane = threadIdx.x % WARP_SIZE;
   int* const key_tiles = reinterpret_cast<int*>(smem + SMEM_TILES);         // [stage][warpgroup]
   int* const value_tiles = key_tiles + NUM_STAGES * WARPGROUPS;             // [stage], of the whole block
-  const auto free_announcement = [&]() -> Assignment& {
-    works.wait_empty(barriers + WORK_EMPTY);
-    return *reinterpret_cast<Assignment*>(smem + SMEM_WORK + works.stage * sizeof(Assignment));
-  };
-  const auto announce = [&] {
-    if (issues) mbarrier_arrive(barriers + WORK_FULL + works.stage);
-    works.advance();
-  };
   const auto load_values = [&](int word, int row, int head, int batch) {
+    const Ring<NUM_STAGES> values = keys.before();  // not a ring of its own: registers are few
     values.wait_empty(barriers + V_EMPTY);
     if (issues) {
       value_tiles[values.stage] = word;
       load_panels<ValueTile>(smem + SMEM_V + values.stage * ValueTile::BYTES, &p.v_map,
                              barriers + V_LANDED + values.stage, row, head, batch, EVICT_LAST);
     }
-    values.advance();
   };
   int row = 0, head = 0, batch = 0;  // of the keys loaded last, whose values are due
   int due = -1;                      // and their word
@@ -411,8 +426,8 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
       unit = first_lane(next_unit(p, unit));
       continue;
     }
-    write_assignment(free_announcement(), p, work, unit);
-    announce();
+    write_assignment(works.free(), p, work, unit);
+    works.announce();
     const QuerySpan rows = queries_of(p, work);
     const TileRows all_rows = tile_rows(p, work, rows.first, rows.last);
     const auto classify = [&](int first, int last) { return tile_class(p, work, all_rows, first, last); };
@@ -451,8 +466,8 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
         if (issues)
           load_panels<KeyTile>(smem + SMEM_K + keys.stage * KeyTile::BYTES, &p.k_map, barriers + K_FULL + keys.stage,
                                kv_row, kv_head, map_batch(work), EVICT_LAST);
-        keys.advance();
         if (due >= 0) load_values(due, row, head, batch);
+        keys.advance();
         due = word;
         row = kv_row;
         head = kv_head;
@@ -465,9 +480,7 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
     unit = first_lane(next);
   }
   if (due >= 0) load_values(due, row, head, batch);
-  Assignment& last = free_announcement();
-  if (issues) last.unit = -1;
-  announce();
+  works.end();
   if (issues) return_tickets(p.counters);
 }
 
@@ -709,6 +722,7 @@ window_sinks_bf16_d128_fa3_sink_x00855378(const __grid_constant__ Params p) {
   if (threadIdx.x < 4) mbarrier_init(barriers + V_LANDED + threadIdx.x, 1);
   fence_mbarrier_init();
   sync_block();
+
   if (first_lane(threadIdx.x / 128) == 0) {
     setmaxnreg_dec<LOAD_REGISTERS>();
     const int warp = first_lane(threadIdx.x / WARP_SIZE);

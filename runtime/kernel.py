@@ -53,11 +53,10 @@ class Kernel:
 
 def pack_params(plan: Plan, values: Mapping[str, int | float]) -> bytes:
     """The parameter block with null pointers and blank tensor maps. `values`: every other parameter."""
-    blank: dict[str, int | bytes] = dict.fromkeys(pointer_names(plan), 0)
-    blank |= {row.name: bytes(MAP_BYTES) for row in plan.tensor_maps}
-    return struct.pack(plan.params_format(), *(
-        blank[p.name] if p.name in blank else divisor_bytes(int(values[p.name])) if p.ctype == "divisor"
-        else values[p.name] for p in plan.params))
+    given: dict[str, Any] = {**values, **dict.fromkeys(pointer_names(plan), 0)}
+    given |= {row.name: bytes(MAP_BYTES) for row in plan.tensor_maps}
+    given |= {p.name: divisor_bytes(given[p.name]) for p in plan.params if p.ctype == "divisor"}
+    return struct.pack(plan.params_format(), *(given[p.name] for p in plan.params))
 
 
 def divisor_bytes(value: int) -> bytes:

@@ -64,9 +64,8 @@ def fa3_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
     rows, group_rows = values["seqlen_q"], WARPGROUP_ROWS  # of a sequence and head; of a warpgroup
     if cut.packed:
         group = values["heads_per_kv_head"]
-        values["num_heads_kv"] = values["num_heads_q"] // group
         values["m_tiles"] = -(-values["seqlen_q"] // cut.queries(group))
-        values["num_tiles"] = values["m_tiles"] * values["num_heads_q"] // group * values["batch"]
+        values["num_tiles"] = values["m_tiles"] * values["num_heads_kv"] * values["batch"]
         values["group_queries"] = WARPGROUP_ROWS // group
         rows, group_rows = rows * group, values["group_queries"] * group
     tiles = values["num_tiles"]
@@ -115,7 +114,8 @@ def _tiled(plan: Plan, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q
                                where=plan.kernel_name, allowed=f"{MAX_GRID_X} tiles", next="split the batch")
     return {
         "batch": batch, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "num_heads_q": num_heads_q,
-        "heads_per_kv_head": num_heads_q // num_heads_kv, "m_tiles": m_tiles, "num_tiles": num_tiles,
+        "num_heads_kv": num_heads_kv, "heads_per_kv_head": num_heads_q // num_heads_kv, "m_tiles": m_tiles,
+        "num_tiles": num_tiles,
         "scale_log2": scale * LOG2_E, "softmax_scale": softmax_scale,
         "align_bottom_right": int(not top_left), "window_left": left, "window_right": right, **strides,
     }

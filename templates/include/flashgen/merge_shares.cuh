@@ -126,16 +126,13 @@ FG_DEVICE void merge_share(Results results, int parts, int part, int valid_rows,
   tie_registers(thread);  // or what follows from it would be worked out before the main loop, which has no registers for it
   const int warp = first_lane(thread / WARP_SIZE) - 4, lane = thread % WARP_SIZE;
   const int row_warps = (valid_rows + 15) / 16;  // of each warpgroup, that had rows
-  const int inverse = row_warps == 1 ? 65537 : row_warps == 2 ? 32769 : row_warps == 3 ? 21846 : 16385;  // of 65536; exact here
-  const int all_units = 2 * COLS / 8 * row_warps;
-  const uint32_t share = ((uint32_t)all_units << 16) / (uint32_t)parts;
-  const int begin = share * part >> 16, end = part + 1 == parts ? all_units : share * (part + 1) >> 16;
+  const int all_units = 2 * COLS / 8 * row_warps, inverse = 65536 / row_warps + 1;  // exact for so few units
+  const int begin = all_units * part / parts, end = all_units * (part + 1) / parts;
   static_assert(COLS >= 64, "two parts have enough units for every warp");
   // Few units: several warps share one, each with some of the parts.
-  const int sharers_log2 = parts <= 2 || end - begin >= 8 ? 0 : end - begin >= 4 ? 1 : end - begin >= 2 ? 2 : 3;
-  const int sharers = 1 << sharers_log2, groups = WARPS >> sharers_log2;
-  const int group = warp >> sharers_log2, sharer = warp & sharers - 1;
+  const int sharers = parts <= 2 || end - begin >= 8 ? 1 : end - begin >= 4 ? 2 : end - begin >= 2 ? 4 : 8;
   const Reads reads{parts <= 2 ? 3 : 1, sharers};
+  const int groups = WARPS / sharers, group = warp / sharers, sharer = warp % sharers;
   const float* const factors = shared + (parts + 1) * ROWS;
   Float4* const scratch = reinterpret_cast<Float4*>(shared + (2 * parts + 10) * ROWS) + warp * WARP_SIZE + lane;
   Unit units[Reads::SUMS];
