@@ -124,7 +124,8 @@ def _barriers(e: Explanation) -> Iterator[str]:
     yield f"barriers: {sum(barrier.count for barrier in barriers)}, with the arrivals that complete one"
     width = max(len(barrier.name) for barrier in barriers) + 2
     for barrier in barriers:
-        yield from _wrapped(f"  {barrier.name:<{width}}{barrier.count:>3} * {barrier.arrivals:>3} arrivals  ",
+        arrivals = barrier.expects.replace("p.warpgroups", "mma warpgroups")
+        yield from _wrapped(f"  {barrier.name:<{width}}{barrier.count:>3} * {arrivals:>3} arrivals  ",
                             barrier.about)
 
 

@@ -92,12 +92,21 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Barrier:
-    """mbarriers in shared memory, one per stage, all completed by the same number of arrivals."""
+    """mbarriers in shared memory, one per stage, all completed by the same number of arrivals: `arrivals`, and as many
+    as `warpgroup_arrivals` for each warpgroup that multiplies, where the launch decides how many do."""
 
     name: str
     count: int
     arrivals: int
     about: str
+    warpgroup_arrivals: int = 0
+
+    @property
+    def expects(self) -> str:
+        """How many arrivals, in CUDA."""
+        if not self.warpgroup_arrivals:
+            return str(self.arrivals)
+        return f"{self.warpgroup_arrivals} * p.warpgroups" + (f" + {self.arrivals}" if self.arrivals else "")
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Launch:
-    threads: int
+    threads: int            # at most, where the launch decides how many warpgroups multiply
     min_blocks_per_sm: int  # second argument of __launch_bounds__
     smem_bytes: int
     grid: str               # the rule, in words; the arithmetic is in runtime/values.py

@@ -89,7 +89,8 @@ def _view(plan: Plan) -> dict[str, object]:
     view["params_bytes"] = plan.params_bytes()
     view["params"] = [{"cuda_type": CTYPES[p.ctype].cuda, "name": p.name, "about": p.about} for p in plan.params]
     first = itertools.accumulate((b.count for b in plan.barriers), initial=0)
-    view["barriers"] = [{**vars(b), "first": place} for b, place in zip(plan.barriers, first, strict=False)]
+    view["barriers"] = [{**vars(b), "expects": b.expects, "first": place}
+                        for b, place in zip(plan.barriers, first, strict=False)]
     view["roles"] = [{"name": r.name, "about": f"{r.warps} warps" + (
         f", {r.registers} registers per thread" if r.registers else "")} for r in plan.roles]
     return view

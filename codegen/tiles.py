@@ -94,6 +94,7 @@ TILES: tuple[TileRow, ...] = (
 )
 
 _TIMED = "fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)"
+_FEW = "for few query tiles, which are of one or two warpgroups: more would leave copy warps too few registers"
 _BESIDE = "the tile of a neighbouring head size, as shared memory and registers allow; not timed"
 
 CAUSAL = frozenset({"causal"})
@@ -108,9 +109,13 @@ TILES += tuple(
     TileRow("fa3", frozenset({"sm_90a"}), masks, dqk, dv, m, n, warps, stages, 1, "shared", None, source, q_stages,
             schedule, kinds, p_operand)
     for masks, dqk, dv, m, n, warps, stages, q_stages, p_operand, schedule, kinds, source in (
+        (ANY, 64, 64, 128, 64, 8, 4, 2, "registers", "pingpong", PACKED, _FEW),
+        (CAUSAL, 64, 64, 128, 64, 8, 4, 2, "registers", "pingpong", SPLIT, _FEW),
+        (ANY, 96, 96, 128, 80, 8, 4, 2, "registers", "pingpong", PACKED, _FEW),
         (ANY, 32, 32, 256, 64, 16, 4, 2, "registers", "pingpong", EVERY, _BESIDE),
         (FULL, 64, 64, 192, 128, 12, 3, 2, "registers", "pingpong", SPLIT, _TIMED),
         (ANY, 64, 64, 256, 64, 16, 4, 2, "registers", "pingpong", EVERY, _TIMED),
+        (CAUSAL, 96, 96, 128, 80, 8, 4, 2, "registers", "pingpong", SPLIT, _FEW),
         (ANY, 96, 96, 192, 80, 12, 4, 2, "registers", "pingpong", EVERY, _TIMED),
         (ANY, 128, 128, 64, 64, 4, 4, 2, "registers", "overlap", PACKED, _TIMED),
         (CAUSAL, 128, 128, 128, 64, 8, 4, 2, "registers", "pingpong", SPLIT, _TIMED),

@@ -104,6 +104,8 @@ static_assert(SMEM_K - SMEM_Q >= QueryTile::BYTES && SMEM_K - SMEM_Q >= OutTile:
 static_assert(SMEM_V - SMEM_K >= NUM_STAGES * KeyTile::BYTES && SMEM_WORK - SMEM_V >= NUM_STAGES * ValueTile::BYTES,
               "map and tiles agree");
 
+FG_DEVICE int block_rows(const Params& p) { return BLOCK_M; }
+
 // layout: dense. q [batch, seqlen_q, num_heads_q, head_dim_qk], k and v likewise; lse [batch, num_heads_q, seqlen_q].
 struct Work {
   int batch, head_q, m_tile;

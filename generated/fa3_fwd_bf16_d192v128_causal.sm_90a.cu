@@ -46,7 +46,6 @@
 #include "flashgen/nonfinite.cuh"
 #include "flashgen/ptx/atomic.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
-#include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/ptx/setmaxnreg.cuh"
 #include "flashgen/ptx/tma.cuh"
 #include "flashgen/ring.cuh"
@@ -55,14 +54,14 @@
 #include "flashgen/tickets.cuh"
 
 using Element = bf16;
-constexpr int WARPGROUPS = 2;  // that multiply
-constexpr int BLOCK_M = 128;  // query rows per block: 64 for each of them
+constexpr int WARPGROUPS = 2;  // that multiply, at most: a launch for few query rows has fewer
+constexpr int BLOCK_M = 128;  // query rows per block, at most: 64 for each of them
 constexpr int BLOCK_N = 112;  // keys per tile
 constexpr int NUM_STAGES = 2;  // K tiles, and V tiles, in shared memory
 constexpr int Q_STAGES = 1;  // query tiles of each warpgroup
 constexpr int WORK_STAGES = 2;  // query tiles announced ahead
 constexpr int TICKET_LEAD = 3;  // key tiles left to load when a block asks for its next unit
-constexpr int NUM_THREADS = 384;  // with the warpgroup of copy warps
+constexpr int NUM_THREADS = 384;  // at most, with the warpgroup of copy warps
 constexpr int HEAD_DIM_QK = 192;  // columns of q and k in device memory
 constexpr int HEAD_DIM_V = 128;  // columns of v and out in device memory
 constexpr int MMA_COLS_QK = 192;  // columns the score product runs over, surplus zero
@@ -94,13 +93,13 @@ constexpr int SMEM_BYTES = 225632;
 
 // mbarriers, by their place in region BARRIERS:
 constexpr int K_FULL = 0;  // [2], complete after 1 arrivals: a tile of keys has landed
-constexpr int K_EMPTY = 2;  // [2], complete after 8 arrivals: every mma warp is done with it
+constexpr int K_EMPTY = 2;  // [2], complete after 4 * p.warpgroups arrivals: every mma warp is done with it
 constexpr int V_FULL = 4;  // [2], complete after 1 arrivals: a tile of values has landed
-constexpr int V_EMPTY = 6;  // [2], complete after 8 arrivals: every mma warp is done with it
+constexpr int V_EMPTY = 6;  // [2], complete after 4 * p.warpgroups arrivals: every mma warp is done with it
 constexpr int Q_FULL = 8;  // [2], complete after 1 arrivals: the queries of a warpgroup have landed; [warpgroup][stage]
 constexpr int Q_EMPTY = 10;  // [2], complete after 4 arrivals: every warp of it is done with them; [warpgroup][stage]
 constexpr int WORK_FULL = 12;  // [2], complete after 1 arrivals: the next query tile is announced
-constexpr int WORK_EMPTY = 14;  // [2], complete after 11 arrivals: every mma warp and the other load warps are done with it
+constexpr int WORK_EMPTY = 14;  // [2], complete after 4 * p.warpgroups + 3 arrivals: every mma warp and the other load warps are done with it
 constexpr int V_LANDED = 16;  // [2], complete after 1 arrivals: a tile of values has landed that not every row sees whole
 
 struct Params {
@@ -133,6 +132,9 @@ struct Params {
   Divisor heads_per_kv_head;  // num_heads_q / num_heads_kv
   Divisor m_tiles;  // query tiles per head and sequence
   float scale_log2;  // softmax_scale * log2(e)
+  int32_t warpgroups;  // that multiply, in this launch
+  Divisor block_rows;  // 64 * warpgroups
+  int32_t turn_threads;  // that meet for a turn: of two warpgroups, or of the only one
   int32_t num_units;  // of work: query tiles of all heads and sequences, or parts
   Divisor heads_per_section;  // query heads whose keys and values L2 holds together
   int32_t heads_before_the_end;  // in whole sections
@@ -149,7 +151,10 @@ static_assert(SMEM_K - SMEM_Q >= Q_STAGES * WARPGROUPS * QueryTile::BYTES, "map 
 static_assert(SMEM_V - SMEM_K >= NUM_STAGES * KeyTile::BYTES, "map and tiles agree");
 static_assert(SMEM_WORK - SMEM_V >= NUM_STAGES * ValueTile::BYTES, "map and tiles agree");
 static_assert(SMEM_BYTES > SMEM_BARRIERS && HEAD_DIM_QK <= SMEM_COLS_QK, "map and tiles agree");
-static_assert(BLOCK_M == 64 * WARPGROUPS, "each has 64 rows");
+static_assert(BLOCK_M == 64 * WARPGROUPS && NUM_THREADS == 128 * (WARPGROUPS + 1), "each has 64 rows");
+
+// Query rows of a block: the launch decides how many of the warpgroups there are.
+FG_DEVICE const Divisor& block_rows(const Params& p) { return p.block_rows; }
 
 // layout: dense. q [batch, seqlen_q, num_heads_q, head_dim_qk], k and v likewise; lse [batch, num_heads_q, seqlen_q].
 struct Work {
@@ -246,11 +251,12 @@ FG_DEVICE void wait_for_values(float (&o)[1][MMA_COLS_V / 8][4], Weights& weight
   wgmma_wait<PENDING>(registers_of(o), weights.fragments);
 }
 
-// Which queries a tile has. Tiles are counted from the end: where they do not divide the queries, the first one has fewer
+// Which queries a tile has: a group for each of the p.warpgroups that multiply. Tiles are counted from the end: where they
+// do not divide the queries, the first one has fewer
 // warpgroups at work, since under a causal mask it has the fewest keys, and is the last of its head to be taken.
 FG_DEVICE int first_group(const Params& p, const Work& w) {  // of groups of queries, one for each warpgroup
   const int groups = (w.seqlen_q + group_queries(p) - 1) / group_queries(p);
-  return groups <= WARPGROUPS ? 0 : groups - ((groups - 1) / WARPGROUPS + 1 - w.m_tile) * WARPGROUPS;
+  return groups <= p.warpgroups ? 0 : groups - (64 * (groups - 1) / block_rows(p) + 1 - w.m_tile) * p.warpgroups;
 }
 // The first of a warpgroup's queries; past the end if it has none.
 FG_DEVICE int first_query(const Params& p, const Work& w, int warpgroup) {
@@ -262,8 +268,28 @@ struct QuerySpan {
 };
 FG_DEVICE QuerySpan queries_of(const Params& p, const Work& w) {
   const int group = first_group(p, w), queries = group_queries(p);
-  return {max_int(group, 0) * queries, min_int((group + WARPGROUPS) * queries, w.seqlen_q) - 1};
+  return {max_int(group, 0) * queries, min_int((group + p.warpgroups) * queries, w.seqlen_q) - 1};
 }
+
+// ---- the start
+constexpr int LOAD_WARPS = 4, QUERY_WARP = 1;  // the load warp is number 0
+
+// By the query warp, while the load warp works out what it loads first.
+FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
+  const int lane = threadIdx.x % WARP_SIZE;
+  if (lane < 2) mbarrier_init(barriers + K_FULL + lane, 1);
+  if (lane < 2) mbarrier_init(barriers + K_EMPTY + lane, 4 * p.warpgroups);
+  if (lane < 2) mbarrier_init(barriers + V_FULL + lane, 1);
+  if (lane < 2) mbarrier_init(barriers + V_EMPTY + lane, 4 * p.warpgroups);
+  if (lane < 2) mbarrier_init(barriers + Q_FULL + lane, 1);
+  if (lane < 2) mbarrier_init(barriers + Q_EMPTY + lane, 4);
+  if (lane < 2) mbarrier_init(barriers + WORK_FULL + lane, 1);
+  if (lane < 2) mbarrier_init(barriers + WORK_EMPTY + lane, 4 * p.warpgroups + 3);
+  if (lane < 2) mbarrier_init(barriers + V_LANDED + lane, 1);
+  fence_mbarrier_init();
+}
+// By every warp, each where its role begins: the barriers are there.
+FG_DEVICE void meet(const Params& p) { bar_sync_of(0, block_rows(p) * 2 + 128); }
 
 // Units of work, and how the load warp announces them to the others.
 struct TileRange {
@@ -409,14 +435,18 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   int row = -1, head = 0, batch = 0;  // of the keys loaded last, whose values are due
   bool whole = true;
   int unit = blockIdx.x;
-  while (unit < p.num_units) {
-    const Place place = place_of_unit(p, unit);
-    const Work work = locate_work(p, ordered_tile(p, place.tile));
-    if (work.m_tile < 0) {  // a tile set aside for a sequence that needs fewer
+  while (true) {
+    Place place = {};
+    Work work = {};
+    while (unit < p.num_units) {
+      place = place_of_unit(p, unit);
+      work = locate_work(p, ordered_tile(p, place.tile));
+      if (work.m_tile >= 0) break;  // not a tile set aside for a sequence that needs fewer
       unit = first_lane(next_unit(p, unit));
-      continue;
     }
     const UnitTiles tiles = tiles_of_unit(p, work, place);
+    if (row < 0) meet(p);
+    if (unit >= p.num_units) break;
     const TileRange range = tiles.range;
     write_assignment(works.free(), p, work, unit, tiles);
     works.announce();
@@ -445,8 +475,8 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
   Assignments assignments = {smem, barriers};
   while (assignments.more()) {
     const Assignment& a = assignments.current();
-#pragma unroll
-    for (int w = 0; w < WARPGROUPS; ++w) {
+#pragma unroll 1
+    for (int w = 0; w < p.warpgroups; ++w) {
       uint64_t* const full = barriers + Q_FULL + w * Q_STAGES + queries.stage;
       queries.wait_empty(barriers + Q_EMPTY + w * Q_STAGES);
       if (threadIdx.x % WARP_SIZE == 0)
@@ -540,10 +570,11 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
 
   if (!assignments.more()) return;
   // Warpgroups take turns to issue products, so that the softmax of one runs under the products of another. A turn has
-  // a barrier on which its owner waits for the one before.
+  // a barrier on which its owner waits for the one before. A single warpgroup waits for nobody.
   const int my_turn = TURN_BARRIER + this_warpgroup();
-  const int next_turn = TURN_BARRIER + (this_warpgroup() + 1) % WARPGROUPS;
-  if (this_warpgroup() == WARPGROUPS - 1) bar_arrive_at<2 * 128>(next_turn);
+  const bool last_turn = this_warpgroup() == p.warpgroups - 1;
+  const int next_turn = last_turn ? TURN_BARRIER : my_turn + 1;
+  if (last_turn) bar_arrive_of(next_turn, p.turn_threads);
   uint64_t q_desc = wait_for_queries();
   keys.wait_full(barriers + K_FULL);
   start_scores(q_desc, keys.stage);
@@ -574,10 +605,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     rows.settle();
     for (; tile < min_int(tiles.full_end, tiles.end); ++tile) {
       keys.wait_full(barriers + K_FULL);
-      bar_sync_at<2 * 128>(my_turn);
+      bar_sync_of(my_turn, p.turn_threads);
       start_scores(q_desc, keys.stage);
       start_values();
-      bar_arrive_at<2 * 128>(next_turn);
+      bar_arrive_of(next_turn, p.turn_threads);
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
       modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
@@ -591,10 +622,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     // ---- tiles that the mask cuts on the right: masked
     for (; tile < tiles.end; ++tile) {
       keys.wait_full(barriers + K_FULL);
-      bar_sync_at<2 * 128>(my_turn);
+      bar_sync_of(my_turn, p.turn_threads);
       start_scores(q_desc, keys.stage);
       start_values();
-      bar_arrive_at<2 * 128>(next_turn);
+      bar_arrive_of(next_turn, p.turn_threads);
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
       modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
@@ -616,8 +647,8 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       wait_for_values<0>(o, weights);
       release(barriers + V_EMPTY, values);
       for (int i = 0; i < skipped; ++i) {
-        bar_sync_at<2 * 128>(my_turn);
-        bar_arrive_at<2 * 128>(next_turn);
+        bar_sync_of(my_turn, p.turn_threads);
+        bar_arrive_of(next_turn, p.turn_threads);
         keys.wait_full(barriers + K_FULL);
         release(barriers + K_EMPTY, keys);
         advance();
@@ -672,7 +703,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     release(barriers + K_EMPTY, keys);
     advance();
   }
-  if (this_warpgroup() == 0) bar_sync_at<2 * 128>(my_turn);  // the turn that nobody takes any more
+  if (this_warpgroup() == 0) bar_sync_of(my_turn, p.turn_threads);  // the turn that nobody takes any more
   if (lane == 0) bulk_wait<0>();
 }
 
@@ -680,29 +711,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 fa3_fwd_bf16_d192v128_causal(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
-  if (threadIdx.x < 2) mbarrier_init(barriers + K_FULL + threadIdx.x, 1);
-  if (threadIdx.x < 2) mbarrier_init(barriers + K_EMPTY + threadIdx.x, 8);
-  if (threadIdx.x < 2) mbarrier_init(barriers + V_FULL + threadIdx.x, 1);
-  if (threadIdx.x < 2) mbarrier_init(barriers + V_EMPTY + threadIdx.x, 8);
-  if (threadIdx.x < 2) mbarrier_init(barriers + Q_FULL + threadIdx.x, 1);
-  if (threadIdx.x < 2) mbarrier_init(barriers + Q_EMPTY + threadIdx.x, 4);
-  if (threadIdx.x < 2) mbarrier_init(barriers + WORK_FULL + threadIdx.x, 1);
-  if (threadIdx.x < 2) mbarrier_init(barriers + WORK_EMPTY + threadIdx.x, 11);
-  if (threadIdx.x < 2) mbarrier_init(barriers + V_LANDED + threadIdx.x, 1);
-  fence_mbarrier_init();
-  sync_block();
-
-  if (first_lane(threadIdx.x / 128) == 0) {
+  const int warp = first_lane(threadIdx.x / WARP_SIZE);
+  if (warp == QUERY_WARP) init_barriers(p, barriers);
+  if (warp < LOAD_WARPS) {
     setmaxnreg_dec<LOAD_REGISTERS>();
-    const int warp = first_lane(threadIdx.x / WARP_SIZE);
-    if (warp == 0)
+    if (warp == 0) {
       load_keys_and_values(p, smem, barriers);
-    else if (warp == 1)
+      return;
+    }
+    meet(p);
+    if (warp == QUERY_WARP)
       load_queries(p, smem, barriers);
     else
-      clean_values(smem, barriers, warp - 2);
+      clean_values(smem, barriers, warp - QUERY_WARP - 1);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
+    meet(p);
     attend(p, smem, barriers);
   }
 }

@@ -830,7 +830,6 @@ mla_h100_bf16_d576v512_paged1(const __grid_constant__ Params p) {
   if (threadIdx.x < 2) mbarrier_init(barriers + PARTS_FULL + threadIdx.x, 1);
   fence_mbarrier_init();
   sync_block();
-
   griddepcontrol_launch_dependents();  // the next kernel's blocks may come as soon as these leave
   if (first_lane(threadIdx.x / 128) == 0) {
     setmaxnreg_dec<LOAD_REGISTERS>();

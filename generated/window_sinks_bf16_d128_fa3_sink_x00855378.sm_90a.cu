@@ -49,7 +49,6 @@
 #include "flashgen/nonfinite.cuh"
 #include "flashgen/ptx/atomic.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
-#include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/ptx/setmaxnreg.cuh"
 #include "flashgen/ptx/tma.cuh"
 #include "flashgen/ring.cuh"
@@ -60,14 +59,14 @@
 #include "flashgen/sink.cuh"
 
 using Element = bf16;
-constexpr int WARPGROUPS = 3;  // that multiply
-constexpr int BLOCK_M = 192;  // query rows per block: 64 for each of them
+constexpr int WARPGROUPS = 3;  // that multiply, at most: a launch for few query rows has fewer
+constexpr int BLOCK_M = 192;  // query rows per block, at most: 64 for each of them
 constexpr int BLOCK_N = 64;  // keys per tile
 constexpr int NUM_STAGES = 4;  // K tiles, and V tiles, in shared memory
 constexpr int Q_STAGES = 2;  // query tiles of each warpgroup
 constexpr int WORK_STAGES = 2;  // query tiles announced ahead
 constexpr int TICKET_LEAD = 3;  // key tiles left to load when a block asks for its next unit
-constexpr int NUM_THREADS = 512;  // with the warpgroup of copy warps
+constexpr int NUM_THREADS = 512;  // at most, with the warpgroup of copy warps
 constexpr int HEAD_DIM_QK = 128;  // columns of q and k in device memory
 constexpr int HEAD_DIM_V = 128;  // columns of v and out in device memory
 constexpr int MMA_COLS_QK = 128;  // columns the score product runs over, surplus zero
@@ -99,13 +98,13 @@ constexpr int SMEM_BYTES = 229984;
 
 // mbarriers, by their place in region BARRIERS:
 constexpr int K_FULL = 0;  // [4], complete after 1 arrivals: a tile of keys has landed
-constexpr int K_EMPTY = 4;  // [4], complete after 12 arrivals: every mma warp is done with it
+constexpr int K_EMPTY = 4;  // [4], complete after 4 * p.warpgroups arrivals: every mma warp is done with it
 constexpr int V_FULL = 8;  // [4], complete after 1 arrivals: a tile of values has landed
-constexpr int V_EMPTY = 12;  // [4], complete after 12 arrivals: every mma warp is done with it
+constexpr int V_EMPTY = 12;  // [4], complete after 4 * p.warpgroups arrivals: every mma warp is done with it
 constexpr int Q_FULL = 16;  // [6], complete after 1 arrivals: the queries of a warpgroup have landed; [warpgroup][stage]
 constexpr int Q_EMPTY = 22;  // [6], complete after 4 arrivals: every warp of it is done with them; [warpgroup][stage]
 constexpr int WORK_FULL = 28;  // [2], complete after 1 arrivals: the next query tile is announced
-constexpr int WORK_EMPTY = 30;  // [2], complete after 15 arrivals: every mma warp and the other load warps are done with it
+constexpr int WORK_EMPTY = 30;  // [2], complete after 4 * p.warpgroups + 3 arrivals: every mma warp and the other load warps are done with it
 constexpr int V_LANDED = 32;  // [4], complete after 1 arrivals: a tile of values has landed that not every row sees whole
 
 struct Params {
@@ -139,6 +138,9 @@ struct Params {
   Divisor heads_per_kv_head;  // num_heads_q / num_heads_kv
   Divisor m_tiles;  // query tiles per head and sequence
   float scale_log2;  // softmax_scale * log2(e)
+  int32_t warpgroups;  // that multiply, in this launch
+  Divisor block_rows;  // 64 * warpgroups
+  int32_t turn_threads;  // that meet for a turn: of two warpgroups, or of the only one
   int32_t num_units;  // of work: query tiles of all heads and sequences, or parts
   Divisor heads_per_section;  // query heads whose keys and values L2 holds together
   int32_t heads_before_the_end;  // in whole sections
@@ -147,7 +149,7 @@ struct Params {
   int32_t user_num_sink;  // parameter of the spec
   int32_t user_window;  // parameter of the spec
 };
-static_assert(sizeof(Params) == 768, "the host packs exactly these bytes");
+static_assert(sizeof(Params) == 832, "the host packs exactly these bytes");
 
 using QueryTile = TileShape<64, SMEM_COLS_QK>;  // of one warpgroup
 using KeyTile = TileShape<BLOCK_N, SMEM_COLS_QK>;
@@ -157,7 +159,10 @@ static_assert(SMEM_K - SMEM_Q >= Q_STAGES * WARPGROUPS * QueryTile::BYTES, "map 
 static_assert(SMEM_V - SMEM_K >= NUM_STAGES * KeyTile::BYTES, "map and tiles agree");
 static_assert(SMEM_WORK - SMEM_V >= NUM_STAGES * ValueTile::BYTES, "map and tiles agree");
 static_assert(SMEM_BYTES > SMEM_BARRIERS && HEAD_DIM_QK <= SMEM_COLS_QK, "map and tiles agree");
-static_assert(BLOCK_M == 64 * WARPGROUPS, "each has 64 rows");
+static_assert(BLOCK_M == 64 * WARPGROUPS && NUM_THREADS == 128 * (WARPGROUPS + 1), "each has 64 rows");
+
+// Query rows of a block: the launch decides how many of the warpgroups there are.
+FG_DEVICE const Divisor& block_rows(const Params& p) { return p.block_rows; }
 
 // layout: dense. q [batch, seqlen_q, num_heads_q, head_dim_qk], k and v likewise; lse [batch, num_heads_q, seqlen_q].
 struct Work {
@@ -309,11 +314,12 @@ FG_DEVICE void wait_for_values(float (&o)[1][MMA_COLS_V / 8][4], Weights& weight
   wgmma_wait<PENDING>(registers_of(o), weights.fragments);
 }
 
-// Which queries a tile has. Tiles are counted from the end: where they do not divide the queries, the first one has fewer
+// Which queries a tile has: a group for each of the p.warpgroups that multiply. Tiles are counted from the end: where they
+// do not divide the queries, the first one has fewer
 // warpgroups at work, since under a causal mask it has the fewest keys, and is the last of its head to be taken.
 FG_DEVICE int first_group(const Params& p, const Work& w) {  // of groups of queries, one for each warpgroup
   const int groups = (w.seqlen_q + group_queries(p) - 1) / group_queries(p);
-  return groups <= WARPGROUPS ? 0 : groups - ((groups - 1) / WARPGROUPS + 1 - w.m_tile) * WARPGROUPS;
+  return groups <= p.warpgroups ? 0 : groups - (64 * (groups - 1) / block_rows(p) + 1 - w.m_tile) * p.warpgroups;
 }
 // The first of a warpgroup's queries; past the end if it has none.
 FG_DEVICE int first_query(const Params& p, const Work& w, int warpgroup) {
@@ -325,8 +331,28 @@ struct QuerySpan {
 };
 FG_DEVICE QuerySpan queries_of(const Params& p, const Work& w) {
   const int group = first_group(p, w), queries = group_queries(p);
-  return {max_int(group, 0) * queries, min_int((group + WARPGROUPS) * queries, w.seqlen_q) - 1};
+  return {max_int(group, 0) * queries, min_int((group + p.warpgroups) * queries, w.seqlen_q) - 1};
 }
+
+// ---- the start
+constexpr int LOAD_WARPS = 4, QUERY_WARP = 1;  // the load warp is number 0
+
+// By the query warp, while the load warp works out what it loads first.
+FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
+  const int lane = threadIdx.x % WARP_SIZE;
+  if (lane < 4) mbarrier_init(barriers + K_FULL + lane, 1);
+  if (lane < 4) mbarrier_init(barriers + K_EMPTY + lane, 4 * p.warpgroups);
+  if (lane < 4) mbarrier_init(barriers + V_FULL + lane, 1);
+  if (lane < 4) mbarrier_init(barriers + V_EMPTY + lane, 4 * p.warpgroups);
+  if (lane < 6) mbarrier_init(barriers + Q_FULL + lane, 1);
+  if (lane < 6) mbarrier_init(barriers + Q_EMPTY + lane, 4);
+  if (lane < 2) mbarrier_init(barriers + WORK_FULL + lane, 1);
+  if (lane < 2) mbarrier_init(barriers + WORK_EMPTY + lane, 4 * p.warpgroups + 3);
+  if (lane < 4) mbarrier_init(barriers + V_LANDED + lane, 1);
+  fence_mbarrier_init();
+}
+// By every warp, each where its role begins: the barriers are there.
+FG_DEVICE void meet(const Params& p) { bar_sync_of(0, block_rows(p) * 2 + 128); }
 
 // Units of work, and how the load warp announces them to the others.
 // What the load warp announces to all others: a query tile. Its tiles of keys follow one by one, with the keys.
@@ -420,12 +446,15 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   int row = 0, head = 0, batch = 0;  // of the keys loaded last, whose values are due
   int due = -1;                      // and their word
   int unit = blockIdx.x;
-  while (unit < p.num_units) {  // units are query tiles: none is split
-    const Work work = locate_work(p, ordered_tile(p, unit));
-    if (work.m_tile < 0) {  // a tile set aside for a sequence that needs fewer
+  while (true) {  // units are query tiles: none is split
+    Work work = {};
+    while (unit < p.num_units) {
+      work = locate_work(p, ordered_tile(p, unit));
+      if (work.m_tile >= 0) break;  // not a tile set aside for a sequence that needs fewer
       unit = first_lane(next_unit(p, unit));
-      continue;
     }
+    if (due < 0) meet(p);
+    if (unit >= p.num_units) break;
     write_assignment(works.free(), p, work, unit);
     works.announce();
     const QuerySpan rows = queries_of(p, work);
@@ -434,7 +463,7 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
     TileWalk walk((work.seqlen_kv + BLOCK_N - 1) / BLOCK_N, classify);
     // Each lane answers for a warpgroup, where the rows of all do not see all of a tile.
     const int own = first_query(p, work, lane);
-    const bool answers = lane < WARPGROUPS && own < work.seqlen_q && work.seqlen_kv > 0;
+    const bool answers = lane < p.warpgroups && own < work.seqlen_q && work.seqlen_kv > 0;
     const int my_first = min_int(own, rows.last), my_last = min_int(my_first + 63, rows.last);
     const TileRows my_rows = tile_rows(p, work, my_first, my_last);
     const auto my_class = [&](const TileRun& run) {
@@ -490,8 +519,8 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
   Assignments assignments = {smem, barriers};
   while (assignments.more()) {
     const Assignment& a = assignments.current();
-#pragma unroll
-    for (int w = 0; w < WARPGROUPS; ++w) {
+#pragma unroll 1
+    for (int w = 0; w < p.warpgroups; ++w) {
       uint64_t* const full = barriers + Q_FULL + w * Q_STAGES + queries.stage;
       queries.wait_empty(barriers + Q_EMPTY + w * Q_STAGES);
       if (threadIdx.x % WARP_SIZE == 0)
@@ -590,10 +619,11 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
 
   if (!assignments.more()) return;
   // Warpgroups take turns to issue products, so that the softmax of one runs under the products of another. A turn has
-  // a barrier on which its owner waits for the one before.
+  // a barrier on which its owner waits for the one before. A single warpgroup waits for nobody.
   const int my_turn = TURN_BARRIER + this_warpgroup();
-  const int next_turn = TURN_BARRIER + (this_warpgroup() + 1) % WARPGROUPS;
-  if (this_warpgroup() == WARPGROUPS - 1) bar_arrive_at<2 * 128>(next_turn);
+  const bool last_turn = this_warpgroup() == p.warpgroups - 1;
+  const int next_turn = last_turn ? TURN_BARRIER : my_turn + 1;
+  if (last_turn) bar_arrive_of(next_turn, p.turn_threads);
   uint64_t q_desc = wait_for_queries();
   keys.wait_full(barriers + K_FULL);
   int here = word_of_tile();
@@ -624,10 +654,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     // ---- tiles that some row of the block sees, from the last to the first
     while (!(here & TILE_LAST)) {
       keys.wait_full(barriers + K_FULL);
-      bar_sync_at<2 * 128>(my_turn);
+      bar_sync_of(my_turn, p.turn_threads);
       if (here & NEXT_UNSEEN) {  // only the rows of other warpgroups see it: no scores, and weights of 0
         start_values();
-        bar_arrive_at<2 * 128>(next_turn);
+        bar_arrive_of(next_turn, p.turn_threads);
         here = word_of_tile();
         release(barriers + K_EMPTY, keys);
         wait_for_values<0>(o, weights);
@@ -638,7 +668,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       }
       start_scores(q_desc, keys.stage);
       start_values();
-      bar_arrive_at<2 * 128>(next_turn);
+      bar_arrive_of(next_turn, p.turn_threads);
       here = word_of_tile();  // while the products run
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
@@ -703,7 +733,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     advance();
     stored_stage = q_stage;
   }
-  if (this_warpgroup() == 0) bar_sync_at<2 * 128>(my_turn);  // the turn that nobody takes any more
+  if (this_warpgroup() == 0) bar_sync_of(my_turn, p.turn_threads);  // the turn that nobody takes any more
   if (lane == 0) bulk_wait<0>();
 }
 
@@ -711,29 +741,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 window_sinks_bf16_d128_fa3_sink_x00855378(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
-  if (threadIdx.x < 4) mbarrier_init(barriers + K_FULL + threadIdx.x, 1);
-  if (threadIdx.x < 4) mbarrier_init(barriers + K_EMPTY + threadIdx.x, 12);
-  if (threadIdx.x < 4) mbarrier_init(barriers + V_FULL + threadIdx.x, 1);
-  if (threadIdx.x < 4) mbarrier_init(barriers + V_EMPTY + threadIdx.x, 12);
-  if (threadIdx.x < 6) mbarrier_init(barriers + Q_FULL + threadIdx.x, 1);
-  if (threadIdx.x < 6) mbarrier_init(barriers + Q_EMPTY + threadIdx.x, 4);
-  if (threadIdx.x < 2) mbarrier_init(barriers + WORK_FULL + threadIdx.x, 1);
-  if (threadIdx.x < 2) mbarrier_init(barriers + WORK_EMPTY + threadIdx.x, 15);
-  if (threadIdx.x < 4) mbarrier_init(barriers + V_LANDED + threadIdx.x, 1);
-  fence_mbarrier_init();
-  sync_block();
-
-  if (first_lane(threadIdx.x / 128) == 0) {
+  const int warp = first_lane(threadIdx.x / WARP_SIZE);
+  if (warp == QUERY_WARP) init_barriers(p, barriers);
+  if (warp < LOAD_WARPS) {
     setmaxnreg_dec<LOAD_REGISTERS>();
-    const int warp = first_lane(threadIdx.x / WARP_SIZE);
-    if (warp == 0)
+    if (warp == 0) {
       load_keys_and_values(p, smem, barriers);
-    else if (warp == 1)
+      return;
+    }
+    meet(p);
+    if (warp == QUERY_WARP)
       load_queries(p, smem, barriers);
     else
-      clean_values(smem, barriers, warp - 2);
+      clean_values(smem, barriers, warp - QUERY_WARP - 1);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
+    meet(p);
     attend(p, smem, barriers);
   }
 }

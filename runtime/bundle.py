@@ -24,7 +24,7 @@ from flashgen.runtime.entry import Entry, canonical
 from flashgen.runtime.selector import Selector, selector_of
 
 SCHEMA = 3        # of the manifest
-LAUNCH_RULES = 4  # raise it when runtime/values.py derives grid, block or argument values from a plan differently
+LAUNCH_RULES = 5  # raise it when runtime/values.py derives grid, block or argument values from a plan differently
 MANIFEST = "manifest.json"
 _KIND = "flashgen bundle"
 _STAGING_PREFIX = ".flashgen-bundle-"

@@ -86,8 +86,8 @@ class Launcher:
     """One kernel with all arguments but its pointers fixed. Not for two threads at once: they would share the bytes."""
 
     def __init__(self, kernel: Kernel, values: Mapping[str, int | float]) -> None:
-        """`values`: every parameter of the plan that is neither a pointer nor a tensor map, `grid_x`, and whether it is
-        `cooperative`."""
+        """`values`: every parameter of the plan that is neither a pointer nor a tensor map, `grid_x`, whether it is
+        `cooperative`, and `threads` where a block has fewer than the plan's."""
         plan, config = kernel.plan, api().CUlaunchConfig()
         self.plan = plan
         packed, pointers, offsets = pack_params(plan, values), pointer_names(plan), params_layout(plan.params)[1]
@@ -102,7 +102,7 @@ class Launcher:
         self._pack_pointers = functools.partial(struct.Struct(f"<{len(pointers)}Q").pack_into, self._memory,
                                                 self._params - ctypes.addressof(self._memory) + first)
         config.gridDimX, config.gridDimY, config.gridDimZ = int(values["grid_x"]), 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = plan.launch.threads, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = int(values.get("threads", plan.launch.threads)), 1, 1
         config.sharedMemBytes = plan.launch.smem_bytes
         if attributes := _attributes(plan, values):
             config.attrs, config.numAttrs = attributes, len(attributes)

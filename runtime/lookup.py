@@ -24,7 +24,7 @@ from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths, spec_pat
 from flashgen.codegen.spec_expr import SINK, changed
 from flashgen.codegen.spec_fields import rows
 from flashgen.codegen.target import TARGETS
-from flashgen.codegen.tiles import find_tile
+from flashgen.codegen.tiles import KINDS, find_tile
 from flashgen.errors import UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.bundle import Bundle
@@ -159,11 +159,11 @@ class Registry:
             return wanted
         head_dims, mask = (wanted.head_dim_qk, wanted.head_dim_v), mask_choice(wanted.causal, wanted.window)
         for arch in self._archs(device_index):
-            tiles = [find_tile("fa3", arch, mask, *head_dims, kind) for kind in ("split", "packed")]
-            cuts = [Cutting(tile.m, tile.n, wanted.causal, packed, *head_dims, DTYPES[wanted.dtype].bytes)
-                    for tile, packed in zip(tiles, (False, True), strict=True) if tile is not None]
-            if len(cuts) == 2:
-                splits, packs = best_twin(cuts[0], cuts[1], self.num_sms(device_index), **call)
+            tiles = [find_tile("fa3", arch, mask, *head_dims, kind) for kind in KINDS]
+            cuts = [Cutting(tile.m, tile.n, wanted.causal, kind == "packed", *head_dims, DTYPES[wanted.dtype].bytes)
+                    for tile, kind in zip(tiles, KINDS, strict=True) if tile is not None]
+            if len(cuts) == len(KINDS):
+                splits, packs = best_twin((cuts[0], cuts[1], cuts[2]), self.num_sms(device_index), **call)
                 return replace(wanted, split=splits, pack_gqa=packs)
         return wanted
 

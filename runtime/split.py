@@ -1,9 +1,11 @@
-"""How an fa3 launch cuts query tiles along their keys, and in which order it takes heads. No torch, no CUDA.
+"""How an fa3 launch cuts query tiles along their keys, how many rows they have, and in which order it takes heads. No
+torch, no CUDA.
 
 A change here that gives other values for the same plan is a change of bundle.LAUNCH_RULES.
 """
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,23 +16,25 @@ from flashgen.errors import UnsupportedError
 
 MAX_PARTS = 128             # of the keys of one query tile
 MAX_ROUNDS = 4              # of parts over all SMs: more never paid
-# What splitting costs, in the time that a query tile spends on one key: of each round of parts, of waiting for the last
-# ones, and how many bytes of parts are written and read back meanwhile, for each column of the output (a key takes
-# longer with more of them). Fitted to forced numbers of parts timed on an H200: within 2 % of the best (docs/fa3.md).
-ROUND_KEYS, MERGE_KEYS, BYTES_PER_KEY = 192, 256, 512
 PACKING_GAIN = 0.75         # of the rows multiplied: with more of them left, packing is not worth its slower stores
 # Key tiles as wide as that, which only kernels that split have, pay from so many keys on, split or not (docs/fa3.md).
 WIDE_TILE, WIDE_KEYS = 128, 4096
 SPLIT_GAIN = 0.012          # docs/fa3.md: predicted gains below it were losses
+MANY_ROUNDS = 4             # of the tallest tiles over all SMs: from there on, less tall ones only cost
+# Clocks, fitted to every number of warpgroups and parts of 250 calls on an H200 (docs/fa3.md). Of a query tile's way in
+# and out, for each warpgroup; of each further round of tiles or parts; of waiting for the last parts; of each byte of
+# parts written and read back.
+WARPGROUP_CLOCKS, ROUND_CLOCKS, MERGE_CLOCKS, BYTE_CLOCKS = 600, 1600, 4800, 9.5e-4
+SPLITTING_COSTS = 1.02     # the time of kernels that can split, even where they do not
 SECTION_HEADS = 16          # docs/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
 SECTION_BYTES = 32 << 20    # of K and V that L2 keeps beside what else passes through it
 LAST_ROUNDS = 3             # of query tiles over all SMs, sorted by length at the end of the grid
 
 
 class Cutting(NamedTuple):
-    """What of a kernel decides how its tiles are cut and ordered."""
+    """What of a kernel, and of a launch of it, decides how its tiles are cut and ordered."""
 
-    rows: int  # of a query tile
+    rows: int  # of a query tile; of a kernel, at most
     keys: int  # of a tile of keys
     causal: bool
     packed: bool
@@ -49,9 +53,23 @@ class Cutting(NamedTuple):
         return self.rows // WARPGROUP_ROWS * (WARPGROUP_ROWS // group)
 
     @property
+    def warpgroups(self) -> int:
+        return -(-self.rows // WARPGROUP_ROWS)
+
+    @property
     def part_row_bytes(self) -> int:
         """Of device memory, for one row of a part: merge.cuh."""
         return 4 * round_up(self.head_dim_v, 16) + 32
+
+    @property
+    def step_clocks(self) -> float:
+        """What a tile of keys takes: the chain of one warpgroup, products and softmax, or, of many warpgroups, whatever
+        is busiest, with a soft edge between the two. Within a tenth of the timed ones (docs/fa3.md)."""
+        products = 2 * WARPGROUP_ROWS * self.keys * (self.head_dim_qk + self.head_dim_v) / 4096
+        exponentials = WARPGROUP_ROWS * self.keys / 16
+        chain = 230 + 4.6 * self.keys + 0.885 * products
+        busiest = (products ** 3 + exponentials ** 3) ** (1 / 3)
+        return float(((self.warpgroups * busiest) ** 5 + chain ** 5) ** 0.2)
 
 
 class Parts(NamedTuple):
@@ -67,38 +85,135 @@ class Parts(NamedTuple):
         return cls(num_tiles, 1, 1, num_tiles)
 
 
-def cut_tail(cut: Cutting, num_sms: int, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q: int,
-             num_heads_kv: int, top_left: bool = False, **_: Any) -> Parts:
+class Shape(NamedTuple):
+    """Of a dense call, or of one that stands for another; the arguments of values.launch_values that count here."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_kv: int
+    num_heads_q: int
+    num_heads_kv: int
+    top_left: bool = False
+    window: tuple[int, int] = (-1, -1)
+
+    @classmethod
+    def of(cls, call: Mapping[str, Any]) -> Shape:
+        return cls(**{name: call[name] for name in cls._fields if name in call})
+
+
+class Grid(NamedTuple):
+    """The query tiles of a call."""
+
+    cut: Cutting
+    num_sms: int
+    m_tiles: int    # of a head and sequence
+    heads: int      # of all sequences; packed: of keys
+    group: int      # query heads of a kv head
+    seqlen_q: int
+    seqlen_kv: int
+    shift: int      # of the last key that a row sees against the row, causal
+    reach: int      # keys that a tile sees, at most
+
+    @classmethod
+    def of(cls, cut: Cutting, num_sms: int, shape: Shape) -> Grid:
+        group = shape.num_heads_q // shape.num_heads_kv
+        queries, keys = cut.queries(group), shape.seqlen_kv
+        reach = keys if min(shape.window) < 0 else min(keys, sum(shape.window) + queries + cut.keys)
+        return cls(cut, num_sms, -(-shape.seqlen_q // queries),
+                   (shape.num_heads_kv if cut.packed else shape.num_heads_q) * shape.batch, group,
+                   shape.seqlen_q, keys, 0 if shape.top_left else keys - shape.seqlen_q, reach)
+
+    @property
+    def tiles(self) -> int:
+        return self.m_tiles * self.heads
+
+    @property
+    def rounds(self) -> int:
+        return -(-self.tiles // self.num_sms)
+
+    @property
+    def part_bytes(self) -> int:
+        """Of a part, for the rows that exist."""
+        queries = self.cut.queries(self.group)
+        return min(self.seqlen_q, queries) * (self.group if self.cut.packed else 1) * self.cut.part_row_bytes
+
+    def length(self, place: int) -> int:
+        """Tiles of keys of a tile of queries: number `place` of a head, the longest first. As num_parts in
+        templates/fa3/unit_tiles.cuh.j2 counts them."""
+        last = self.reach
+        if self.cut.causal:
+            # Tiles end with the last group of queries (first_group in templates/fa3/units.cuh.j2).
+            queries = self.cut.queries(self.group)
+            end = round_up(self.seqlen_q, queries // self.cut.warpgroups) - place * queries
+            last = min(end, self.seqlen_q) - 1 + self.shift
+        return max(min(last, self.seqlen_kv - 1), 0) // self.cut.keys + 1
+
+    def clocks(self) -> float:
+        """Of all tiles, beyond what every launch takes. Tiles of different lengths, the longest first, each to the SM
+        that is free first, end as well as together: as good a guess as going through them all."""
+        longest, shortest = self.length(0), self.length(self.m_tiles - 1)
+        busiest = max(longest, self.rounds * shortest, self.tiles * (longest + shortest) / 2 / self.num_sms)
+        return (self.cut.warpgroups * WARPGROUP_CLOCKS + busiest * self.cut.step_clocks
+                + max(self.rounds - 1, 0) * ROUND_CLOCKS)
+
+    def tail(self) -> dict[int, int]:
+        """How many of the tiles of the last, incomplete round have so many tiles of keys; none where they need no
+        parts."""
+        left = self.tiles % self.num_sms
+        if self.cut.causal and not self.cut.packed:
+            # Blocks draw tickets, long tiles first, and end together without parts, unless tiles are few or equally
+            # long.
+            if self.tiles >= self.num_sms and self.seqlen_kv < 2 * self.seqlen_q:
+                return {}
+            # The last tiles of slots/order/longest_first.cuh.j2, whose last section is longer.
+            heads = sections(self.cut, self.num_sms, self.heads, self.m_tiles, self.seqlen_kv,
+                             self.group)["heads_at_the_end"]
+            places = [(heads * self.m_tiles - left + i) // heads for i in range(left)]
+        else:
+            places = [(self.tiles - left + i) % self.m_tiles for i in range(left)]
+        lengths = Counter[int]()
+        for place, count in Counter(places).items():
+            lengths[self.length(place)] += count
+        return lengths
+
+    def cut_tail(self) -> tuple[Parts, float]:
+        """Its parts, and the clocks that they save."""
+        return split_tail(self.tiles, self.tail(), self.num_sms, self.part_bytes, self.cut)
+
+
+def cut_tail(cut: Cutting, num_sms: int, **call: Any) -> Parts:
     """The parts of a dense call; arguments as values.launch_values takes them."""
-    queries = cut.queries(num_heads_q // num_heads_kv)
-    m_tiles = -(-seqlen_q // queries)
-    tiles = m_tiles * (num_heads_kv if cut.packed else num_heads_q) * batch
-    left = tiles % num_sms
-    if cut.causal and not cut.packed:
-        # Blocks draw tickets, long tiles first, and end together without parts, unless tiles are few or equally long.
-        if tiles >= num_sms and seqlen_kv < 2 * seqlen_q:
-            return Parts.none(tiles)
-        # The last tiles of slots/order/longest_first.cuh.j2, whose last section is longer.
-        heads = sections(cut, num_sms, num_heads_q * batch, m_tiles, seqlen_kv,
-                         num_heads_q // num_heads_kv)["heads_at_the_end"]
-        places = [(heads * m_tiles - left + i) // heads for i in range(left)]
-    else:
-        places = [(tiles - left + i) % m_tiles for i in range(left)]
-    lengths = Counter[int]()
-    for place, count in Counter(places).items():
-        # Tiles end with the last group of queries (first_group in templates/fa3/units.cuh.j2).
-        last_row = min(round_up(seqlen_q, queries * WARPGROUP_ROWS // cut.rows) - place * queries, seqlen_q) - 1
-        last_key = last_row + (0 if top_left else seqlen_kv - seqlen_q) if cut.causal else seqlen_kv
-        # As num_parts in templates/fa3/unit_tiles.cuh.j2 counts them.
-        lengths[max(min(last_key, seqlen_kv - 1), 0) // cut.keys + 1] += count
-    rows = min(seqlen_q, queries) * (num_heads_q // num_heads_kv if cut.packed else 1)
-    return split_tail(tiles, lengths, num_sms, rows * cut.part_row_bytes, cut.keys, cut.head_dim_v)
+    return Grid.of(cut, num_sms, Shape.of(call)).cut_tail()[0]
 
 
-def best_twin(cut: Cutting, packed: Cutting, num_sms: int, **call: Any) -> tuple[bool, bool | None]:
+def cut_launch(cut: Cutting, num_sms: int, *, splits: bool, **call: Any) -> tuple[Cutting, Parts]:
+    """(`cut` with the rows that the query tiles of a call have, how the last of them are cut along their keys).
+
+    Fewer rows are more tiles, which fill the SMs where tall ones would leave some idle; but each tile reads all the
+    keys, and a single warpgroup hides nothing.
+    """
+    shape = Shape.of(call)
+    tallest = Grid.of(cut, num_sms, shape)
+    if tallest.rounds > MANY_ROUNDS:
+        return cut, tallest.cut_tail()[0] if splits else Parts.none(tallest.tiles)
+    return _cheapest(cut, num_sms, splits, shape)[:2]
+
+
+@functools.lru_cache(maxsize=1024)  # best_twin asks first, and then the launch of the kernel that it chose
+def _cheapest(cut: Cutting, num_sms: int, splits: bool, shape: Shape) -> tuple[Cutting, Parts, float]:
+    """Of all numbers of warpgroups: as cut_launch, and the clocks."""
+    choices = []
+    for rows in range(cut.rows, 0, -WARPGROUP_ROWS):
+        grid = Grid.of(cut._replace(rows=rows), num_sms, shape)
+        parts, saved = grid.cut_tail() if splits else (Parts.none(grid.tiles), 0.0)
+        choices.append((grid.cut, parts, (grid.clocks() - saved) * (SPLITTING_COSTS if splits else 1.0)))
+    return min(choices, key=lambda choice: choice[2])
+
+
+def best_twin(cuts: tuple[Cutting, Cutting, Cutting], num_sms: int, **call: Any) -> tuple[bool, bool | None]:
     """Whether a dense call had better be served by a kernel that can cut its last tiles, because it does or because its
-    key tiles are wide, and by one that packs the query heads of a kv head into its tiles; None where none can. `cut`
-    and `packed`: of the two that can cut. Other arguments as values.launch_values takes them.
+    key tiles are wide, and by one that packs the query heads of a kv head into its tiles; None where none can. `cuts`:
+    of the three KINDS of the tile table. Other arguments as values.launch_values takes them.
 
     Packing must spare rows that are multiplied for nothing, and not have keys read more often. Long sequences have as
     many rows packed or not, and unpacked ones are stored faster.
@@ -106,34 +221,41 @@ def best_twin(cut: Cutting, packed: Cutting, num_sms: int, **call: Any) -> tuple
     seqlen_q, group = call["seqlen_q"], call["num_heads_q"] // call["num_heads_kv"]
     packs = None
     if group <= WARPGROUP_ROWS:
-        tiles, others = -(-seqlen_q // packed.queries(group)), group * -(-seqlen_q // cut.rows)
-        packs = tiles <= others and packed.rows * tiles <= PACKING_GAIN * cut.rows * others
-    wide = cut.keys >= WIDE_TILE and call["seqlen_kv"] >= WIDE_KEYS
-    return wide or cut_tail(packed if packs else cut, num_sms, **call).max_parts > 1, packs
+        packs = (-(-seqlen_q // (WARPGROUP_ROWS // group))
+                 <= PACKING_GAIN * group * -(-seqlen_q // WARPGROUP_ROWS))
+    whole, cut, _ = cuts
+    if packs:
+        return True, packs  # all that pack can cut
+    shape = Shape.of(call)
+    if Grid.of(whole, num_sms, shape).rounds > MANY_ROUNDS:
+        wide = cut.keys >= WIDE_TILE and shape.seqlen_kv >= WIDE_KEYS
+        return wide or Grid.of(cut, num_sms, shape).cut_tail()[0].max_parts > 1, packs
+    return _cheapest(cut, num_sms, True, shape)[2] < _cheapest(whole, num_sms, False, shape)[2], packs
 
 
-def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_bytes: int, keys: int = 64,
-               head_dim_v: int = 128) -> Parts:
-    """How to cut the tiles of the last, incomplete round. `lengths`: how many of them have so many tiles of keys.
+def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_bytes: int, cut: Cutting
+               ) -> tuple[Parts, float]:
+    """How to cut the tiles of the last, incomplete round, and how many clocks that saves. `lengths`: how many of them
+    have so many tiles of keys.
 
     Whole rounds of num_sms tiles keep every SM busy. The remainder would leave SMs idle in a last round of its own, so
     its tiles are cut along the keys into parts, which take less time. A kernel that splits is itself a little slower,
-    so less than SPLIT_GAIN of the whole is no reason to. `part_bytes`: of device memory, for the rows that exist;
-    `keys`: of a tile.
+    so less than SPLIT_GAIN of the whole is no reason to. `part_bytes`: of device memory, for the rows that exist.
     """
-    rest, longest = sum(lengths.values()), max(lengths, default=1)
-    best, least = Parts.none(num_tiles), float(longest * keys + ROUND_KEYS)
-    enough = least - SPLIT_GAIN * -(-num_tiles // num_sms) * longest * keys
+    rest, longest, step = sum(lengths.values()), max(lengths, default=1), cut.step_clocks
+    unsplit = longest * step + ROUND_CLOCKS if rest else 0.0
+    best, least = Parts.none(num_tiles), unsplit
+    enough = least - SPLIT_GAIN * -(-num_tiles // num_sms) * longest * step
     for count in range(2, min(MAX_PARTS, longest) + 1):
         size = -(-longest // count)
         parts = sum(tiles * -(-length // size) for length, tiles in lengths.items())
         rounds = -(-parts // num_sms)
-        cost = rounds * (size * keys + ROUND_KEYS) + MERGE_KEYS + parts * part_bytes / (BYTES_PER_KEY * head_dim_v)
+        cost = rounds * (size * step + ROUND_CLOCKS) + MERGE_CLOCKS + parts * part_bytes * BYTE_CLOCKS
         if cost < min(enough, 0.98 * least if best.max_parts > 1 else least):  # of those about as good, the fewest
             best, least = Parts(num_tiles - rest, size, -(-longest // size), num_tiles - rest + parts), cost
         if rounds > MAX_ROUNDS:
             break
-    return best
+    return best, unsplit - least
 
 
 def sections(cut: Cutting, num_sms: int, heads: int, m_tiles: int, seqlen_kv: int, heads_per_kv_head: int

@@ -10,9 +10,9 @@ from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.plan import CTYPES, Plan
-from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_WARPS
+from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from flashgen.errors import PlanError, UnsupportedError
-from flashgen.runtime.split import Cutting, Parts, cut_tail, sections
+from flashgen.runtime.split import Cutting, Parts, cut_launch, sections
 
 LOG2_E = math.log2(math.e)
 MAX_GRID_X = 2**31 - 1
@@ -50,17 +50,20 @@ def launch_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
 
 def fa2_values(plan: Plan, **call: Any) -> dict[str, Any]:
     """Parameter values and grid of an fa2 forward launch: one block per tile. `call`: the arguments of _tiled."""
-    values = _tiled(plan, **call)
+    values = _tiled(plan, plan.constant("BLOCK_M"), **call)
     return {**values, "grid_x": values["num_tiles"]}
 
 
 def fa3_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
     """Parameter values and grid of an fa3 forward launch on `num_sms` SMs: at most one block on each.
 
-    `call`: the arguments of _tiled. `cooperative`: whether all blocks must run at once. `partials_floats` is the size
-    of the fp32 array `partials`, 0 where none is needed; `counter_words` that of the int32 array `counters`.
+    `call`: the arguments of _tiled. `threads`: of a block. `cooperative`: whether all blocks must run at once.
+    `partials_floats` is the size of the fp32 array `partials`, 0 where none is needed; `counter_words` that of the
+    int32 array `counters`.
     """
-    values, cut = _tiled(plan, **call), cutting_of(plan)
+    tallest = cutting_of(plan)
+    cut, parts = cut_launch(tallest, num_sms, splits=splits_keys(plan), **_dense_twin(plan, call))
+    values = _tiled(plan, cut.rows, **call)
     rows, group_rows = values["seqlen_q"], WARPGROUP_ROWS  # of a sequence and head; of a warpgroup
     if cut.packed:
         group = values["heads_per_kv_head"]
@@ -70,10 +73,14 @@ def fa3_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
         rows, group_rows = rows * group, values["group_queries"] * group
     tiles = values["num_tiles"]
     heads = values["num_heads_q"] * (1 if _varlen(plan) else values["batch"])
-    parts = cut_tail(cut, num_sms, **call) if splits_keys(plan) else Parts.none(tiles)
+    if _varlen(plan):
+        parts = Parts.none(tiles)
     return {
         **values, **sections(cut, num_sms, heads, values["m_tiles"], values["seqlen_kv"], values["heads_per_kv_head"]),
         **parts._asdict(),
+        "warpgroups": cut.warpgroups, "block_rows": cut.rows,
+        "turn_threads": WARPGROUP_THREADS * min(cut.warpgroups, 2),
+        "threads": plan.launch.threads - WARPGROUP_THREADS * (tallest.warpgroups - cut.warpgroups),
         "part_slabs": min(rows // group_rows * WARPGROUP_WARPS + -(-(rows % group_rows) // WARP_ROWS),
                           cut.rows // WARP_ROWS),
         "cooperative": parts.max_parts > 1,  # blocks wait for each other's parts
@@ -91,7 +98,7 @@ def cutting_of(plan: Plan) -> Cutting:
                    DTYPES[fields["dtype"]].bytes, walked=("walked", True) in plan.flags)
 
 
-def _tiled(plan: Plan, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q: int, num_heads_kv: int,
+def _tiled(plan: Plan, block_m: int, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q: int, num_heads_kv: int,
            softmax_scale: float, top_left: bool, window: tuple[int, int],
            strides: Mapping[str, int]) -> dict[str, Any]:
     """What all families share: sizes, tiles, mask and strides.
@@ -105,7 +112,7 @@ def _tiled(plan: Plan, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q
     # A score expression takes the scale in; what it gives is in natural units.
     scale = 1.0 if any(p.name == "softmax_scale" for p in plan.params) else softmax_scale
     left, right = (reach if side < 0 else min(side, reach) for side in window)
-    block_m, varlen = plan.constant("BLOCK_M"), _varlen(plan)
+    varlen = _varlen(plan)
     # Varlen: what slots/layout/varlen.cuh.j2 sets aside, one tile per sequence beyond the floor, and one for the rest.
     m_tiles = seqlen_q // block_m + batch + 1 if varlen else -(-seqlen_q // block_m)
     num_tiles = m_tiles * num_heads_q * (1 if varlen else batch)
@@ -119,6 +126,13 @@ def _tiled(plan: Plan, *, batch: int, seqlen_q: int, seqlen_kv: int, num_heads_q
         "scale_log2": scale * LOG2_E, "softmax_scale": softmax_scale,
         "align_bottom_right": int(not top_left), "window_left": left, "window_right": right, **strides,
     }
+
+
+def _dense_twin(plan: Plan, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a varlen call, a dense one with as many rows in sequences of equal lengths: the host knows no more of them."""
+    if not _varlen(plan):
+        return call
+    return {**call, **{name: -(-call[name] // max(call["batch"], 1)) for name in ("seqlen_q", "seqlen_kv")}}
 
 
 def _varlen(plan: Plan) -> bool:

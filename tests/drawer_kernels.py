@@ -45,6 +45,10 @@ def barrier_cases() -> list[Case]:
                 body % ("bar_arrive_at<64>(3 + i % 2);", "bar_sync_at<64>(5 + i % 2);",
                         "bar_sync_at<64>(3 + i % 2);", "bar_arrive_at<64>(5 + i % 2);"),
                 pair, handed_over, threads=64, smem=128, hopper=False)
+    counted = Case("named_barrier_of", ("named_barrier", "smem"), random_int,
+                   body % ("bar_arrive_of(3 + i % 2, blockDim.x);", "bar_sync_of(5 + i % 2, blockDim.x);",
+                           "bar_sync_of(3 + i % 2, blockDim.x);", "bar_arrive_of(5 + i % 2, blockDim.x);"),
+                   pair, handed_over, threads=64, smem=128, hopper=False)
 
     init = """
   uint64_t* full = (uint64_t*)dyn_smem();
@@ -97,7 +101,7 @@ def barrier_cases() -> list[Case]:
   p.out[9] = mbarrier_try_wait_parity(barrier, 1);
 """, lambda rng: {"out": zeros(10, dtype=np.int32)}, lambda inputs: {"out": answers}, smem=64)
     tested = dataclasses.replace(polled, name="mbarrier_test_wait", body=polled.body.replace("try_wait", "test_wait"))
-    return [named, ring, handshake, polled, tested, *cluster_cases()]
+    return [named, ring, counted, handshake, polled, tested, *cluster_cases()]
 
 
 def cluster_cases() -> list[Case]:

@@ -2,14 +2,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
 import flashgen
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import TARGETS
+from flashgen.codegen.warpgroup import WARPGROUP_ROWS
+from flashgen.runtime import lookup, split, values
 from flashgen.runtime.changes import Changes
 from flashgen.runtime.compare import check
 from flashgen.runtime.problem import Inputs, Problem
@@ -27,6 +31,23 @@ def attention_by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
     exact, lse = reference(q, k, v, changes=changes, **keywords)
     result = exact.to(q.dtype) if out is None else out.copy_(exact)
     return (result, lse.float()) if return_lse else result
+
+
+@contextmanager
+def tiles_of_warpgroups(most: int | None = 4) -> Iterator[None]:
+    """fa3 launches whose query tiles are of so many warpgroups, or of as many as the kernel has if those are fewer,
+    whatever runtime/split.py holds best for the call. None: what it holds best."""
+    def cut_launch(cut: split.Cutting, num_sms: int, *, splits: bool, **call: Any) -> tuple[split.Cutting, split.Parts]:
+        if most is None:
+            return split.cut_launch(cut, num_sms, splits=splits, **call)
+        cut = cut._replace(rows=min(cut.rows, WARPGROUP_ROWS * most))
+        grid = split.Grid.of(cut, num_sms, split.Shape.of(call))
+        return cut, grid.cut_tail()[0] if splits else split.Parts.none(grid.tiles)
+
+    with mock.patch.object(values, "cut_launch", cut_launch):
+        lookup.registry.generation += 1  # calls are prepared anew
+        yield
+    lookup.registry.generation += 1
 
 
 def attend(inputs: Inputs, **more: Any) -> Any:

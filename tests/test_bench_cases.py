@@ -124,8 +124,8 @@ def test_fa3_grids() -> None:
     assert len(cases) == 36 and {case.seqlen_q for case in cases} == {2**n for n in range(9, 15)}
     more = load_grid(str(ROOT / "benchmarks" / "grids" / "fa3_fwd_more.yaml"))
     assert {case.varlen for case in more} == {False, True} and {case.dtype for case in more} == {"bf16", "fp16"}
-    assert all(sum(rows for rows, _ in case.lengths) == 32768 for case in more if case.varlen)
-    assert {case.head_dims for case in more} == {"D64", "D96", "D128", "D192/128"}
+    assert {sum(rows for rows, _ in case.lengths) for case in more if case.varlen} == {32768, 2001}
+    assert {case.head_dims for case in more} == {"D64", "D96", "D128", "D192/128", "D256"}
     for case in (*cases, *more):
         found = variants_for(case, FA3_SPECS, HOPPER, SMS)
         assert len(found) == 1 and found[0].arch == "sm_90a"

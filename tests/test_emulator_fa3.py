@@ -5,6 +5,7 @@ tests/test_emulator_fa3_faults.py is its other half: what is taken out of these 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 from emulator_kit import distinct_plans, problems_of, shipped, solve, with_nans_in_v
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import tiles_of_warpgroups
 from strategies import problems
 
 from flashgen.codegen.lower import lower
@@ -37,6 +39,13 @@ from flashgen.runtime.verify import (
 
 PLANS = distinct_plans("fa3")
 SOAK_RUNS = int(os.environ.get("EMULATOR_SOAK_RUNS", "0"))  # as in test_emulator_fa2.py
+
+
+@pytest.fixture(autouse=True)
+def _tall_tiles() -> Iterator[None]:
+    """The lengths of problems are about tiles of all warpgroups."""
+    with tiles_of_warpgroups():
+        yield
 
 
 def fa3(variant: str) -> Spec:
@@ -74,6 +83,20 @@ def test_every_kernel(spec: Spec, plan: Plan) -> None:
         chosen = chosen[:1]
     failures = [row for row in verify_spec([spec], problems=chosen, emulate=True) if not row.ok]
     assert not failures, "\n\n".join(row.message for row in failures[:3])
+
+
+@pytest.mark.parametrize("spec, plan", [(s, p) for s, p in PLANS if s.dtype == "bf16" and p.constant("WARPGROUPS") > 1],
+                         ids=lambda x: getattr(x, "kernel_name", ""))
+def test_any_number_of_warpgroups(spec: Spec, plan: Plan) -> None:
+    """A launch for few query rows has fewer of them. It changes no bit of a row, unless its keys are cut elsewhere."""
+    problems, tall = problems_of(spec), None
+    for number, warpgroups in enumerate(range(plan.constant("WARPGROUPS"), 0, -1)):
+        inputs = with_nans_in_v(problems[len(problems) // 2].make_inputs())
+        with tiles_of_warpgroups(warpgroups), emulated_sms(5):
+            out = solve(spec, inputs, Schedule(POLICIES[number % 3], number), f"{warpgroups} warpgroups")
+        if not spec.split:
+            tall = out if tall is None else tall
+            check_bits(out, tall, f"{warpgroups} warpgroups")
 
 
 @pytest.mark.parametrize("variant", ["bf16_d128", "bf16_d128_causal_split", "bf16_d128_split_packed",
@@ -168,11 +191,11 @@ def test_grids_of_any_size(variant: str, sms: int) -> None:
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
 def test_any_number_of_parts(causal: bool | str, tiles_per_part: int) -> None:
     """Up to one for each tile of keys, more than are read at once; tiles of different lengths; some of one part."""
-    def cut(num_tiles: int, lengths: dict[int, int], num_sms: int, *costs: int) -> split.Parts:
+    def cut(num_tiles: int, lengths: dict[int, int], num_sms: int, *costs: object) -> tuple[split.Parts, float]:
         rest = sum(lengths.values())
         units = sum(count * -(-length // tiles_per_part) for length, count in lengths.items())
         return split.Parts(num_tiles - rest, tiles_per_part, -(-max(lengths, default=1) // tiles_per_part),
-                           num_tiles - rest + units)
+                           num_tiles - rest + units), 0.0
 
     spec = small(causal=bool(causal), split=True)
     for seqlen_q, seqlen_kv in ((140, 40), (300, 100), (5, 500)):

@@ -7,10 +7,19 @@ from functools import cache
 
 import pytest
 from emulator_kit import SCHEDULES, Site, caught, changed, report_of_fault, shipped, sites_in
+from kit import tiles_of_warpgroups
 
 from flashgen.codegen.lower import lower
 from flashgen.codegen.render import render
 from flashgen.codegen.spec import Spec
+from flashgen.runtime.emulator.kernel import emulated_sms
+
+
+@pytest.fixture(autouse=True)
+def _tall_tiles() -> Iterator[None]:
+    """The lengths of problems are about tiles of all warpgroups."""
+    with tiles_of_warpgroups():
+        yield
 
 
 def _small(head_dim: int = 64, **changes: object) -> Spec:
@@ -31,10 +40,10 @@ MUTATED: dict[str, Spec] = {
 SYNCHRONISING = re.compile(
     r"(?<![\w.>])(?:\w+\.)?(?:wait_full|wait_empty|release|release_previous|return_tickets|setmaxnreg_\w+<\w+>|"
     r"mbarrier_(?:wait_parity|arrive\w*)|fence_\w+|wgmma_(?:fence|commit|wait<\d>)|bulk_\w+(?:<[\w\s-]*>)?|"
-    r"sync_(?:warp|block)|bar_(?:sync|arrive)(?:_at)?<[^>]*>)\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);")
+    r"sync_(?:warp|block)|bar_(?:sync|arrive)(?:(?:_at)?<[^>]*>|_of))\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);")
 # (statement, line before it, line after it): why leaving it out changes nothing.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "attend(p, smem, barriers);"):
+    ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "meet(p);"):
         "with fewer registers the compiler spills, and the result is the same",
 }
 
@@ -95,8 +104,8 @@ FAULTS = {
     "another warpgroup's queries": (
         "turns, output apart", "kernel", "", "a.first_query[w]", "a.first_query[0]"),
     "idle warpgroups at the end": (
-        "tickets, output over queries", "kernel", "", "/ WARPGROUPS + 1 - w.m_tile) * WARPGROUPS",
-        "/ WARPGROUPS + 1 - w.m_tile) * WARPGROUPS + 1"),
+        "tickets, output over queries", "kernel", "", "+ 1 - w.m_tile) * p.warpgroups",
+        "+ 1 - w.m_tile) * p.warpgroups + 1"),
     "output not rescaled": ("tickets, output over queries", "kernel", "error", "rescale.apply(o);", ""),
     "sum not rescaled": (
         "tickets, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= factor;", ""),
@@ -115,7 +124,8 @@ FAULTS = {
     "blocks that are done not put back": (
         "turns, parts, output over queries", "merge.cuh", "leaves counter", "*done = 0;", ";"),
     "parts not waited for": (
-        "turns, parts, output over queries", "kernel", "", "parts * SLABS);\n", "parts * SLABS - 1);\n"),
+        "turns, parts, output over queries", "kernel", "", "parts * 4 * p.warpgroups);\n",
+        "parts * 4 * p.warpgroups - 1);\n"),
     "a part of the wrong tile": (
         "turns, parts, output over queries", "kernel", "", "p.counters + ARRIVALS + a.tail", "p.counters + ARRIVALS"),
     "rows of another head": ("packed", "kernel", "", "head = row % p.heads_per_kv_head", "head = 0"),
@@ -145,6 +155,25 @@ FAULTS = {
     "a ticket drawn twice": (
         "tickets, output over queries", "kernel", "", "gridDim.x + draw_ticket(p.counters)", "gridDim.x"),
 }
+
+
+# Of launches with one warpgroup of two.
+FAULTS_OF_FEW = {
+    "arrivals of all that there could be": ("kernel", "K_EMPTY + lane, 4 * p.warpgroups)",
+                                            "K_EMPTY + lane, 4 * WARPGROUPS)"),
+    "parts of all that there could be": ("kernel", "parts * 4 * p.warpgroups)", "parts * SLABS)"),
+    "queries of all that there could be": ("kernel", "int w = 0; w < p.warpgroups", "int w = 0; w < WARPGROUPS"),
+    "a turn for two": ("kernel", "bar_arrive_of(next_turn, p.turn_threads)", "bar_arrive_of(next_turn, 256)"),
+    "a start for more than there are": ("kernel", "block_rows(p) * 2 + 128", "NUM_THREADS"),
+    "tiles as tall as they could be": ("kernel", "64 * (groups - 1) / block_rows(p) + 1",
+                                       "(groups - 1) / WARPGROUPS + 1"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_FEW)
+def test_a_fault_of_few_warpgroups_is_caught(name: str) -> None:
+    with tiles_of_warpgroups(1), emulated_sms(5):  # so many that a last round is ragged
+        assert report_of_fault(MUTATED["turns, parts, output over queries"], *FAULTS_OF_FEW[name]), "not caught"
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from emulator_kit import solve, with_nans_in_v
-from test_emulator_fa3 import fa3, problem_of, small
+from test_emulator_fa3 import _tall_tiles, fa3, problem_of, small  # noqa: F401
 
 from flashgen.codegen.spec import Spec
 from flashgen.errors import UnsupportedError

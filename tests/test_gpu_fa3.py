@@ -6,14 +6,14 @@ is looked at rarely: each has problems here that reach it. With --on-cpu the tes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from emulator_kit import with_nans_in_v
-from kit import attend, solved, verified
+from kit import attend, solved, tiles_of_warpgroups, verified
 from torch import Tensor
 
 from flashgen.codegen.lower import lower
@@ -77,6 +77,13 @@ def wanted(inputs: Inputs, **changes: Any) -> Wanted:
                           layout, True, tensor_maps=maps), **changes)
 
 
+@pytest.fixture(autouse=True)
+def _tall_tiles(device: str) -> Iterator[None]:
+    """The lengths of problems are about tiles of all warpgroups."""
+    with tiles_of_warpgroups():
+        yield
+
+
 # The accuracy contract
 
 @pytest.mark.parametrize("path, spec", SHIPPED, ids=[spec.variant for spec in SPECS])
@@ -84,6 +91,30 @@ def test_verify(path: str, spec: Spec, device: str) -> None:
     """Edges of tiles, more than two units per block, requests alone and in company, strides, NaN in future keys."""
     failures = [row for row in verify_spec([spec], path=str(path)) if not row.ok]
     assert not failures, "\n\n".join(row.message for row in failures[:3])
+
+
+@pytest.mark.parametrize("path, spec", SHIPPED, ids=[spec.variant for spec in SPECS])
+def test_verify_as_served(path: str, spec: Spec, device: str) -> None:
+    """The same with as many warpgroups as are best for each call: mostly one, for so few rows."""
+    with tiles_of_warpgroups(None):
+        failures = [row for row in verify_spec([spec], path=str(path)) if not row.ok]
+    assert not failures, "\n\n".join(row.message for row in failures[:3])
+
+
+@over(SPECS)
+def test_any_number_of_warpgroups(spec: Spec, device: str) -> None:
+    """It changes no bit of a row, unless its keys are cut elsewhere."""
+    plan = lower(spec)
+    tile_m, tile_n, _ = tile_shape(plan)
+    for number, mask in enumerate(masks(spec)):
+        problem = problem_of(spec, 2, 2 * tile_m + 9, 7 * tile_n + 5, (6, 2), mask, seed=number)
+        inputs = problem.make_inputs(device)
+        tall = verified(inputs, problem, spec=spec)
+        for warpgroups in range(1, plan.constant("WARPGROUPS")):
+            with tiles_of_warpgroups(warpgroups):
+                found = verified(inputs, f"{problem} with {warpgroups} warpgroups", spec=spec)
+            if not spec.split:
+                same(found, tall, f"{warpgroups} warpgroups")
 
 
 @over(SPECS)

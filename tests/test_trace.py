@@ -141,7 +141,7 @@ def test_page() -> None:
     assert "<script" not in text and "http" not in text
     case, statistics = CASES["mla"][0](), traced("mla")
     plan = case_plan(case)
-    own = Timeline(plan, "a < b", ["", "x < y"], spans(statistics, plan.launch.threads // 32))
+    own = Timeline(plan, "a < b", ["", "x < y"], spans(statistics), statistics.warps)
     assert "a &lt; b" in page(own) and "a < b" not in page(own)
     assert "products in flight" in page(own)
 

@@ -37,8 +37,9 @@ OUT_STAGES = 2            # panels of the output that a warp has under way
 WORK_STAGES = 2           # query tiles announced ahead: the one at work, and the one whose loads run
 TICKET_LEAD = 3           # hides the answer of a device-wide counter; more would hand out tiles too early
 CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
-MERGED_CHUNKS = 2         # the least that fills a sector of device memory; small shares keep every SM busy
-PARTS_AT_ONCE = 6         # what the registers of four warpgroups hold
+# Of the rows of a warp, how many chunks of 8 columns are added up at a time, and parts read together. Two chunks fill a
+# sector of device memory, and keep every SM busy where query tiles are few, as packed ones are; more wait less often.
+MERGED, MERGED_FEW = (4, 4), (2, 6)
 ONE_LOOP_HEAD_DIM = 128   # beyond it, kernels that split have one: a second costs NVRTC 0.3 s of 1.4 (docs/fa3.md)
 GATHER_ROWS = (192, 128)  # of kernels that spill with more, up to GATHER_HEAD_DIM and above: more rows, fewer registers
 GATHER_HEAD_DIM = 64
@@ -96,7 +97,7 @@ def lower(spec: Spec, target: Target) -> Plan:
                ("packed", packed), ("moves_registers", groups in REGISTERS), ("poisonable", poisonable),
                ("pure", not poisonable),
                ("one_loop", split and spec.head_dim_qk > ONE_LOOP_HEAD_DIM), *expressions.flags_of(spec)),
-        params=_params(spec, order, split), smem=smem,
+        params=_params(spec, order, split, pingpong), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
         launch=Launch(WARPGROUP_THREADS * (groups + 1), 1, _end(smem),
@@ -131,17 +132,17 @@ def _check_tile(spec: Spec, tile: TileRow) -> None:
 
 
 def _barriers(tile: TileRow, groups: int, poisonable: bool) -> tuple[Barrier, ...]:
-    mma_warps, q_stages = WARPGROUP_WARPS * groups, tile.q_stages * groups
+    q_stages = tile.q_stages * groups
     return (
         Barrier("K_FULL", tile.stages, 1, "a tile of keys has landed"),
-        Barrier("K_EMPTY", tile.stages, mma_warps, "every mma warp is done with it"),
+        Barrier("K_EMPTY", tile.stages, 0, "every mma warp is done with it", WARPGROUP_WARPS),
         Barrier("V_FULL", tile.stages, 1, "a tile of values has landed"),
-        Barrier("V_EMPTY", tile.stages, mma_warps, "every mma warp is done with it"),
+        Barrier("V_EMPTY", tile.stages, 0, "every mma warp is done with it", WARPGROUP_WARPS),
         Barrier("Q_FULL", q_stages, 1, "the queries of a warpgroup have landed; [warpgroup][stage]"),
         Barrier("Q_EMPTY", q_stages, WARPGROUP_WARPS, "every warp of it is done with them; [warpgroup][stage]"),
         Barrier("WORK_FULL", WORK_STAGES, 1, "the next query tile is announced"),
-        Barrier("WORK_EMPTY", WORK_STAGES, mma_warps + 1 + (CLEAN_WARPS if poisonable else 0),
-                "every mma warp and the other load warps are done with it"),
+        Barrier("WORK_EMPTY", WORK_STAGES, 1 + (CLEAN_WARPS if poisonable else 0),
+                "every mma warp and the other load warps are done with it", WARPGROUP_WARPS),
         *((Barrier("V_LANDED", tile.stages, 1, "a tile of values has landed that not every row sees whole"),)
           if poisonable else ()),
     )
@@ -211,14 +212,14 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
                poisonable: bool) -> tuple[Constant, ...]:
     cols_v = round_up(spec.head_dim_v, 16)
     constants = [
-        Constant("WARPGROUPS", groups, "that multiply"),
-        Constant("BLOCK_M", tile.m, "query rows per block: 64 for each of them"),
+        Constant("WARPGROUPS", groups, "that multiply, at most: a launch for few query rows has fewer"),
+        Constant("BLOCK_M", tile.m, "query rows per block, at most: 64 for each of them"),
         Constant("BLOCK_N", tile.n, "keys per tile"),
         Constant("NUM_STAGES", tile.stages, "K tiles, and V tiles, in shared memory"),
         Constant("Q_STAGES", tile.q_stages, "query tiles of each warpgroup"),
         Constant("WORK_STAGES", WORK_STAGES, "query tiles announced ahead"),
         Constant("TICKET_LEAD", TICKET_LEAD, "key tiles left to load when a block asks for its next unit"),
-        Constant("NUM_THREADS", WARPGROUP_THREADS * (groups + 1), "with the warpgroup of copy warps"),
+        Constant("NUM_THREADS", WARPGROUP_THREADS * (groups + 1), "at most, with the warpgroup of copy warps"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and out in device memory"),
         Constant("MMA_COLS_QK", round_up(spec.head_dim_qk, 16), "columns the score product runs over, surplus zero"),
@@ -249,23 +250,28 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
     if pingpong:
         constants.append(Constant("TURN_BARRIER", 1, "first of the named barriers for turns, one per warpgroup"))
     if split:
+        chunks, at_once = MERGED if cols_v % (8 * MERGED[0]) == 0 and not spec.pack_gqa else MERGED_FEW
         constants += [
             Constant("PARTIAL_FLOATS", groups * (cols_v // 2 + 4) * WARPGROUP_THREADS,
                      "one part: output, reference and sum of every mma thread"),
-            Constant("MERGED_CHUNKS", MERGED_CHUNKS, "8 columns each, of the rows that a warp adds up at a time"),
-            Constant("PARTS_AT_ONCE", PARTS_AT_ONCE, "read together"),
+            Constant("MERGED_CHUNKS", chunks, "8 columns each, of the rows that a warp adds up at a time"),
+            Constant("PARTS_AT_ONCE", at_once, "read together"),
             Constant("MERGE_BARRIER", 1 + groups, "the named barrier behind those for turns: no warp waits for parts"),
         ]
     return tuple(constants)
 
 
-def _params(spec: Spec, order: str, split: bool) -> tuple[Param, ...]:
+def _params(spec: Spec, order: str, split: bool, pingpong: bool) -> tuple[Param, ...]:
     """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
     maps = [Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]")
             for name in ("q", "k", "v", "out") if _has_map(spec, name)]
     pointers = [*tensor_params(spec), *LAYOUTS[spec.kv_layout], *expressions.pointer_params(spec),
                 Param("counters", "i32_out", "tickets and arrivals, zero between launches")]
-    sizes = [*size_params(spec), Param("num_units", "i32", "of work: query tiles of all heads and sequences, or parts")]
+    sizes = [*size_params(spec), Param("warpgroups", "i32", "that multiply, in this launch"),
+             Param("block_rows", "divisor", "64 * warpgroups"),
+             *((Param("turn_threads", "i32", "that meet for a turn: of two warpgroups, or of the only one"),)
+               if pingpong else ()),
+             Param("num_units", "i32", "of work: query tiles of all heads and sequences, or parts")]
     sizes += ROWS["packed" if spec.pack_gqa else "plain"]
     if split:
         pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][max_parts] parts of PARTIAL_FLOATS"))

@@ -27,7 +27,7 @@ from flashgen.runtime.emulator.client import (
     WorkerDied,
 )
 from flashgen.runtime.emulator.costs import costs
-from flashgen.runtime.emulator.report import TensorView, fault_error, site
+from flashgen.runtime.emulator.report import WARP_SIZE, TensorView, fault_error, site
 from flashgen.runtime.emulator.schedule import collect, current_schedule
 from flashgen.runtime.emulator.toolchain import compile_kernel
 from flashgen.runtime.kernel import pack_params
@@ -45,9 +45,11 @@ _local = threading.local()
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of one launch. `banks`: (code offset, instructions, wavefronts, wavefronts without conflicts) by access site."""
+    """Of one launch. `warps`: of a block. `banks`, by access site: (code offset, instructions, wavefronts, wavefronts
+    without conflicts)."""
 
     kernel: str
+    warps: int
     switches: int
     accesses: int
     banks: tuple[tuple[int, int, int, int], ...]
@@ -81,11 +83,12 @@ class LaunchShape:
     smem_bytes: int
     cluster: int = 1  # blocks along x
     min_blocks_per_sm: int = 1
+    max_threads: int = 0  # of __launch_bounds__; 0: as many as the launch has
 
     @property
     def registers(self) -> int:
         """Of each thread: what __launch_bounds__ leaves it, which setmaxnreg moves around."""
-        return min(255, REGISTERS_PER_SM // (self.threads * self.min_blocks_per_sm) // 8 * 8)
+        return min(255, REGISTERS_PER_SM // ((self.max_threads or self.threads) * self.min_blocks_per_sm) // 8 * 8)
 
 
 def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument], shape: LaunchShape,
@@ -118,8 +121,8 @@ def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument
                  for a in arguments]
         raise fault_error(answer["fault"], plan, schedule, str(kernel), views)
     raw = answer["statistics"]
-    statistics = Statistics(str(kernel), raw["switches"], raw["accesses"], tuple(map(tuple, raw["banks"])),
-                            tuple(map(tuple, raw["trace"])))
+    statistics = Statistics(str(kernel), shape.threads // WARP_SIZE, raw["switches"], raw["accesses"],
+                            tuple(map(tuple, raw["banks"])), tuple(map(tuple, raw["trace"])))
     collect(statistics)
     return statistics
 
@@ -164,8 +167,9 @@ class EmulatedLauncher:
         self._offsets, self._ctypes = params_layout(plan.params)[1], {p.name: p.ctype for p in plan.params}
         self._maps, self._partials_floats = map_shapes(plan, values), int(values.get("partials_floats", 0))
         self._counter_words = int(values.get("counter_words", 0))
-        self._shape = LaunchShape((int(values["grid_x"]), 1, 1), plan.launch.threads, plan.launch.smem_bytes,
-                                  min_blocks_per_sm=plan.launch.min_blocks_per_sm)
+        threads = int(values.get("threads", plan.launch.threads))
+        self._shape = LaunchShape((int(values["grid_x"]), 1, 1), threads, plan.launch.smem_bytes,
+                                  min_blocks_per_sm=plan.launch.min_blocks_per_sm, max_threads=plan.launch.threads)
 
     def __call__(self, **tensors: Tensor | None) -> Statistics:
         """Run it on CPU tensors, named as the plan's pointers; None or none is a null pointer. Raises as `launch`.

@@ -17,7 +17,7 @@ from flashgen.codegen.render import render
 from flashgen.codegen.spec import Spec
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.emulator.kernel import Statistics, emulated_sms
-from flashgen.runtime.emulator.report import WARP_SIZE, site
+from flashgen.runtime.emulator.report import site
 from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
 from flashgen.runtime.problem import Problem
 
@@ -48,20 +48,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`lines`: the kernel's text, its first line at 1."""
+    """`lines`: the kernel's text, its first line at 1. `warps`: of a block of this launch."""
 
     plan: Plan
     title: str
     lines: Sequence[str]
     spans: Sequence[Span]
+    warps: int
 
     @property
     def clocks(self) -> float:
         return max(span.end for span in self.spans)
-
-    @property
-    def warps(self) -> int:
-        return self.plan.launch.threads // WARP_SIZE
 
     def text(self, span: Span) -> str:
         return self.lines[span.line].strip() if 0 < span.line < len(self.lines) else ""
@@ -83,7 +80,7 @@ class Timeline:
         """(label, spans that do not overlap): copies in flight, a row per warp by role, products in flight."""
         yield from self._in_flight("copies in flight", self.warps)
         names = [f"{role.name}, warp" for role in self.plan.roles for _ in range(role.warps)]
-        for warp, name in enumerate(names):
+        for warp, name in enumerate(names[:self.warps]):
             yield f"{name} {warp}", [span for span in self.spans if span.row == warp]
         yield from self._in_flight("products in flight", self.warps + 1)
 
@@ -123,9 +120,10 @@ def _line(frames: tuple[tuple[str, str, int], ...], depth: int) -> int:
     return outer[-1][2] if outer else 0
 
 
-def spans(statistics: Statistics, warps: int, depth: int = 1) -> list[Span]:
+def spans(statistics: Statistics, depth: int = 1) -> list[Span]:
     """The events of a trace, joined where a row stays on one line of the kernel; waits stay apart."""
     found: list[Span] = []
+    warps = statistics.warps
     last: dict[tuple[int, int], int] = {}  # where the row's open span is; in flight, each line has its own
     for row, kind, pc, begin, end in sorted(statistics.trace, key=lambda event: (event[0], event[3])):
         line = _line(site(statistics.kernel, pc).frames, depth)
@@ -150,13 +148,13 @@ def timeline(spec: Spec, sizes: dict[str, Any] | None = None, block: int = 0) ->
     shape, plan = Shape.of(**{**DEFAULTS[spec.pass_], **(sizes or {})}), lower(spec)
     with scheduled(Schedule("eager", resident=1, traced_block=block)):
         rows = (_decode if spec.pass_ == "decode" else _attention)(spec, shape)
-    found = spans(rows[0], plan.launch.threads // WARP_SIZE, DEPTHS[plan.family]) if rows else []
+    found = spans(rows[0], DEPTHS[plan.family]) if rows else []
     if not found:
         raise UnsupportedError(f"block {block} does nothing", where="--block", allowed="a block with work to do",
                                nearest="--block 0")
     title = f"{plan.kernel_name}: block {block} of a call with " + ", ".join(
         f"{name} {getattr(shape, name)}" for name in ("batch", "seqlen_q", "seqlen_kv", "num_heads_q"))
-    return Timeline(plan, title, ["", *render(plan).text.splitlines()], found)
+    return Timeline(plan, title, ["", *render(plan).text.splitlines()], found, rows[0].warps)
 
 
 def _attention(spec: Spec, shape: Shape) -> list[Statistics]:
