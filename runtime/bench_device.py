@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -167,6 +168,19 @@ def own_words() -> Iterator[None]:
 # -- timers
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector: a graph that it found would be destroyed, which ends a capture in progress."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def graph_timer(calls: Sequence[Call]) -> Run:
     """Replays of a CUDA graph that holds every call once: no host in between."""
     side = torch.cuda.Stream()
@@ -177,7 +191,7 @@ def graph_timer(calls: Sequence[Call]) -> Run:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with uncollected(), torch.cuda.graph(graph):
             for call in calls:
                 call()
     except Exception as err:  # whatever a library raises where it waits for the device or allocates by itself

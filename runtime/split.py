@@ -186,15 +186,17 @@ def cut_tail(cut: Cutting, num_sms: int, **call: Any) -> Parts:
     return Grid.of(cut, num_sms, Shape.of(call)).cut_tail()[0]
 
 
-def cut_launch(cut: Cutting, num_sms: int, *, splits: bool, **call: Any) -> tuple[Cutting, Parts]:
+def cut_launch(cut: Cutting, num_sms: int, *, splits: bool, fixed: bool = False, **call: Any
+               ) -> tuple[Cutting, Parts]:
     """(`cut` with the rows that the query tiles of a call have, how the last of them are cut along their keys).
+    `fixed`: whatever the call, as many as the kernel has.
 
     Fewer rows are more tiles, which fill the SMs where tall ones would leave some idle; but each tile reads all the
     keys, and a single warpgroup hides nothing.
     """
     shape = Shape.of(call)
     tallest = Grid.of(cut, num_sms, shape)
-    if tallest.rounds > MANY_ROUNDS:
+    if fixed or tallest.rounds > MANY_ROUNDS:
         return cut, tallest.cut_tail()[0] if splits else Parts.none(tallest.tiles)
     return _cheapest(cut, num_sms, splits, shape)[:2]
 

@@ -62,7 +62,8 @@ def fa3_values(plan: Plan, *, num_sms: int, **call: Any) -> dict[str, Any]:
     int32 array `counters`.
     """
     tallest = cutting_of(plan)
-    cut, parts = cut_launch(tallest, num_sms, splits=splits_keys(plan), **_dense_twin(plan, call))
+    cut, parts = cut_launch(tallest, num_sms, splits=splits_keys(plan), fixed=_batch_invariant(plan),
+                            **_dense_twin(plan, call))
     values = _tiled(plan, cut.rows, **call)
     rows, group_rows = values["seqlen_q"], WARPGROUP_ROWS  # of a sequence and head; of a warpgroup
     if cut.packed:
@@ -133,6 +134,10 @@ def _dense_twin(plan: Plan, call: Mapping[str, Any]) -> Mapping[str, Any]:
     if not _varlen(plan):
         return call
     return {**call, **{name: -(-call[name] // max(call["batch"], 1)) for name in ("seqlen_q", "seqlen_kv")}}
+
+
+def _batch_invariant(plan: Plan) -> bool:
+    return bool(dict(plan.spec).get("batch_invariant"))
 
 
 def _varlen(plan: Plan) -> bool:

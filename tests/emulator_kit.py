@@ -63,7 +63,8 @@ def with_nans_in_v(inputs: Inputs) -> Inputs:
 
     No infinities where scores are so far apart that weights underflow: 0 * inf is NaN in 16 bits, and inf in fp64.
     """
-    apart = inputs.softmax_scale == 1.0 or (inputs.changes is not None and inputs.changes.score is not None)
+    changed = inputs.changes is not None and inputs.changes.score is not None
+    apart = changed or (inputs.softmax_scale or 0.0) * inputs.q.shape[-1] ** 0.5 > 2
     v = inputs.v.clone()
     ends = [v.shape[-3]] if inputs.cu_seqlens_kv is None else inputs.cu_seqlens_kv[1:].tolist()
     for end in ends:

@@ -37,9 +37,10 @@ def attention_by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
 def tiles_of_warpgroups(most: int | None = 4) -> Iterator[None]:
     """fa3 launches whose query tiles are of so many warpgroups, or of as many as the kernel has if those are fewer,
     whatever runtime/split.py holds best for the call. None: what it holds best."""
-    def cut_launch(cut: split.Cutting, num_sms: int, *, splits: bool, **call: Any) -> tuple[split.Cutting, split.Parts]:
+    def cut_launch(cut: split.Cutting, num_sms: int, *, splits: bool, fixed: bool, **call: Any
+                   ) -> tuple[split.Cutting, split.Parts]:
         if most is None:
-            return split.cut_launch(cut, num_sms, splits=splits, **call)
+            return split.cut_launch(cut, num_sms, splits=splits, fixed=fixed, **call)
         cut = cut._replace(rows=min(cut.rows, WARPGROUP_ROWS * most))
         grid = split.Grid.of(cut, num_sms, split.Shape.of(call))
         return cut, grid.cut_tail()[0] if splits else split.Parts.none(grid.tiles)

@@ -1,6 +1,7 @@
 """Peers, inputs and host overhead of the benchmarks on the CPU, or with stand-ins; one small run on a real GPU."""
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,18 @@ def test_a_small_run(cuda: str) -> None:
 def test_overhead_is_near_that_of_an_empty_op(cuda: str) -> None:
     found = bench_device.measure_overhead()
     assert 0 < found["empty_op_us"] < found["attention_out_us"] < 100  # the target, 15 us beyond, is the bench's
+
+
+def test_nothing_is_collected_during_a_capture() -> None:
+    class Cycle:
+        def __init__(self, told: list[str]) -> None:
+            self.itself, self.told = self, told
+
+        def __del__(self) -> None:
+            self.told.append("gone")
+
+    told: list[str] = []
+    Cycle(told)
+    with bench_device.uncollected():
+        assert told == ["gone"] and not gc.isenabled()
+    assert gc.isenabled()

@@ -128,6 +128,13 @@ def test_timed_calls_beat_fa3() -> None:
     assert min(ratios) > 0.965 and sum(ratio < 1.03 for ratio in ratios) <= 6 < 200 < len(ratios)
 
 
+def test_of_batch_invariant_kernels_all_tiles_are_tall() -> None:
+    for invariant, rows in ((True, 192), (False, 64)):
+        plan = plan_of("fa3", batch_invariant=invariant)
+        values = launch_values(plan, num_sms=SMS, **call(batch=1, seqlen_q=300, seqlen_kv=300))
+        assert values["block_rows"] == rows and values["threads"] == 2 * rows + 128
+
+
 def test_many_tiles_are_tall() -> None:
     for seqlen_q, rows in ((64, 64), (192 * MANY_ROUNDS * SMS + 1, 192)):
         found, parts = cut_launch(FULL, SMS, splits=False, batch=1, seqlen_q=seqlen_q, seqlen_kv=512, num_heads_q=1,
