@@ -815,20 +815,26 @@ struct Warpgroup {
   }
 };
 
+// By one warp, which shows them to the copy engine; the others wait for it.
+FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
+  const int lane = threadIdx.x % WARP_SIZE;
+  if (lane < 8) mbarrier_init(barriers + SLOT_FULL + lane, 1);
+  if (lane < 8) mbarrier_init(barriers + SLOT_EMPTY + lane, 4);
+  if (lane < 2) mbarrier_init(barriers + PAIR_FULL + lane, 4);
+  if (lane < 2) mbarrier_init(barriers + PAIR_EMPTY + lane, 4);
+  if (lane < 2) mbarrier_init(barriers + WEIGHTS_FULL + lane, 4);
+  if (lane < 1) mbarrier_init(barriers + ANNOUNCED + lane, 1);
+  if (lane < 1) mbarrier_init(barriers + Q_FULL + lane, 1);
+  if (lane < 1) mbarrier_init(barriers + Q_EMPTY + lane, 8);
+  if (lane < 2) mbarrier_init(barriers + PARTS_FULL + lane, 1);
+  fence_mbarrier_init();
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 mla_h100_bf16_d576v512_paged1(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
-  if (threadIdx.x < 8) mbarrier_init(barriers + SLOT_FULL + threadIdx.x, 1);
-  if (threadIdx.x < 8) mbarrier_init(barriers + SLOT_EMPTY + threadIdx.x, 4);
-  if (threadIdx.x < 2) mbarrier_init(barriers + PAIR_FULL + threadIdx.x, 4);
-  if (threadIdx.x < 2) mbarrier_init(barriers + PAIR_EMPTY + threadIdx.x, 4);
-  if (threadIdx.x < 2) mbarrier_init(barriers + WEIGHTS_FULL + threadIdx.x, 4);
-  if (threadIdx.x < 1) mbarrier_init(barriers + ANNOUNCED + threadIdx.x, 1);
-  if (threadIdx.x < 1) mbarrier_init(barriers + Q_FULL + threadIdx.x, 1);
-  if (threadIdx.x < 1) mbarrier_init(barriers + Q_EMPTY + threadIdx.x, 8);
-  if (threadIdx.x < 2) mbarrier_init(barriers + PARTS_FULL + threadIdx.x, 1);
-  fence_mbarrier_init();
+  if (first_lane(threadIdx.x / WARP_SIZE) == 0) init_barriers(p, barriers);
   sync_block();
   griddepcontrol_launch_dependents();  // the next kernel's blocks may come as soon as these leave
   if (first_lane(threadIdx.x / 128) == 0) {

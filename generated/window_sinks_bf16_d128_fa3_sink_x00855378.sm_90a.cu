@@ -337,7 +337,7 @@ FG_DEVICE QuerySpan queries_of(const Params& p, const Work& w) {
 // ---- the start
 constexpr int LOAD_WARPS = 4, QUERY_WARP = 1;  // the load warp is number 0
 
-// By the query warp, while the load warp works out what it loads first.
+// By one warp, which shows them to the copy engine; the others wait for it.
 FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
   const int lane = threadIdx.x % WARP_SIZE;
   if (lane < 4) mbarrier_init(barriers + K_FULL + lane, 1);
@@ -351,6 +351,7 @@ FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
   if (lane < 4) mbarrier_init(barriers + V_LANDED + lane, 1);
   fence_mbarrier_init();
 }
+
 // By every warp, each where its role begins: the barriers are there.
 FG_DEVICE void meet(const Params& p) { bar_sync_of(0, block_rows(p) * 2 + 128); }
 
@@ -742,7 +743,7 @@ window_sinks_bf16_d128_fa3_sink_x00855378(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
   const int warp = first_lane(threadIdx.x / WARP_SIZE);
-  if (warp == QUERY_WARP) init_barriers(p, barriers);
+  if (warp == QUERY_WARP) init_barriers(p, barriers);  // while the load warp works out what it loads first
   if (warp < LOAD_WARPS) {
     setmaxnreg_dec<LOAD_REGISTERS>();
     if (warp == 0) {
