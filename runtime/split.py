@@ -65,8 +65,9 @@ class Cutting(NamedTuple):
     def step_clocks(self) -> float:
         """What a tile of keys takes: the chain of one warpgroup, products and softmax, or, of many warpgroups, whatever
         is busiest, with a soft edge between the two. Within a tenth of the timed ones (docs/fa3.md)."""
-        products = 2 * WARPGROUP_ROWS * self.keys * (self.head_dim_qk + self.head_dim_v) / 4096
-        exponentials = WARPGROUP_ROWS * self.keys / 16
+        products = 2 * WARPGROUP_ROWS * self.keys * (self.head_dim_qk + self.head_dim_v) / 4096  # FLOP per clock
+        exponentials = WARPGROUP_ROWS * self.keys / 16  # per clock
+        # What one warpgroup cannot hide: its softmax, and of its products what the softmax waits for. Fitted.
         chain = 230 + 4.6 * self.keys + 0.885 * products
         busiest = (products ** 3 + exponentials ** 3) ** (1 / 3)
         return float(((self.warpgroups * busiest) ** 5 + chain ** 5) ** 0.2)
@@ -179,11 +180,6 @@ class Grid(NamedTuple):
     def cut_tail(self) -> tuple[Parts, float]:
         """Its parts, and the clocks that they save."""
         return split_tail(self.tiles, self.tail(), self.num_sms, self.part_bytes, self.cut)
-
-
-def cut_tail(cut: Cutting, num_sms: int, **call: Any) -> Parts:
-    """The parts of a dense call; arguments as values.launch_values takes them."""
-    return Grid.of(cut, num_sms, Shape.of(call)).cut_tail()[0]
 
 
 def cut_launch(cut: Cutting, num_sms: int, *, splits: bool, fixed: bool = False, **call: Any

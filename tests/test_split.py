@@ -28,10 +28,10 @@ from flashgen.runtime.split import (
     SECTION_HEADS,
     Cutting,
     Grid,
+    Parts,
     Shape,
     best_twin,
     cut_launch,
-    cut_tail,
     sections,
     split_tail,
 )
@@ -39,6 +39,11 @@ from flashgen.runtime.values import counter_words, cutting_of, fa3_values, launc
 
 FULL = Cutting(192, 64, False, False, 128, 128, 2)
 STEP = FULL.step_clocks
+
+
+def cut_tail(cut: Cutting, num_sms: int, **call: Any) -> Parts:
+    return Grid.of(cut, num_sms, Shape.of(call)).cut_tail()[0]
+
 
 # ---- the last round of tiles
 

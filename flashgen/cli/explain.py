@@ -9,6 +9,8 @@ from flashgen.cli.common import Archs, Output, SpecArgument, Variants, command, 
 from flashgen.errors import EnvironmentError_
 
 if TYPE_CHECKING:
+    from flashgen.codegen.explain import Explanation
+    from flashgen.codegen.explain_mla import DecodeExplanation
     from flashgen.codegen.spec import Spec
 
 
@@ -26,7 +28,31 @@ def explain(spec: SpecArgument, arch: Archs = None, variant: Variants = None, pr
     specs = select([spec], arch, variant)
     chosen = typical(specs)
     explanation = explain_spec(chosen, registers=_registers(chosen), variants=len(specs), **parse_shape(problem))
-    return Output(explanation.to_json(), [f"{explanation}\nlook-up\n  {_served(chosen)}"])
+    return Output(explanation.to_json(), [f"{explanation}\n{_launched(explanation)}look-up\n  {_served(chosen)}"])
+
+
+def _launched(explanation: Explanation | DecodeExplanation) -> str:
+    """The blocks of an fa3 launch, which may have fewer rows than the plan's."""
+    from flashgen.codegen.explain import Shape
+    from flashgen.codegen.warpgroup import WARPGROUP_ROWS
+    from flashgen.runtime.values import launch_values
+
+    plan, shape = explanation.plan, explanation.shape
+    if plan.family != "fa3":
+        return ""
+    assert isinstance(shape, Shape)
+    packs = shape.batch if plan.spec_value("kv_layout") == "varlen" else 1
+    values = launch_values(
+        plan, num_sms=explanation.target.device.num_sms, batch=shape.batch, seqlen_q=shape.seqlen_q * packs,
+        seqlen_kv=shape.seqlen_kv * packs, num_heads_q=shape.num_heads_q, num_heads_kv=shape.num_heads_kv,
+        softmax_scale=1.0, top_left=False, window=shape.window, strides={})
+    rows, most, parts = values["block_rows"], plan.constant("BLOCK_M"), values["max_parts"]
+    above = f", where the work above has {most}," if rows < most else ","
+    cut = (f": the keys of {values['num_tiles'] - values['full_tiles']} tiles in up to {parts} parts" if parts > 1
+           else ", none cut along its keys")
+    return (f"launch\n  {values['grid_x']} blocks of {values['threads']} threads: query tiles of {rows} rows{above} by "
+            f"{rows // WARPGROUP_ROWS} of {most // WARPGROUP_ROWS} warpgroups\n  {values['num_units']} units of work"
+            f"{cut}\n")
 
 
 def _served(spec: Spec) -> str:
