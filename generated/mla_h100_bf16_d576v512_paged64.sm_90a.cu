@@ -760,19 +760,21 @@ struct Warpgroup {
   }
 };
 
-// By one warp, which shows them to the copy engine; the others wait for it.
+// By one warp, which shows them to the copy engine; the others wait for it. One lane does it: the instruction takes an
+// address that is the same in the whole warp, so that of lanes with one each, it would be a loop.
 FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
-  const int lane = threadIdx.x % WARP_SIZE;
-  if (lane < 10) mbarrier_init(barriers + SLOT_FULL + lane, 1);
-  if (lane < 10) mbarrier_init(barriers + SLOT_EMPTY + lane, 4);
-  if (lane < 2) mbarrier_init(barriers + PAIR_FULL + lane, 1);
-  if (lane < 2) mbarrier_init(barriers + PAIR_EMPTY + lane, 4);
-  if (lane < 2) mbarrier_init(barriers + WEIGHTS_FULL + lane, 4);
-  if (lane < 1) mbarrier_init(barriers + ANNOUNCED + lane, 1);
-  if (lane < 1) mbarrier_init(barriers + Q_FULL + lane, 1);
-  if (lane < 1) mbarrier_init(barriers + Q_EMPTY + lane, 8);
-  if (lane < 2) mbarrier_init(barriers + PARTS_FULL + lane, 1);
-  fence_mbarrier_init();
+  if (threadIdx.x % WARP_SIZE == 0) {
+    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + SLOT_FULL + i, 1);
+    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + SLOT_EMPTY + i, 4);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PAIR_FULL + i, 1);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PAIR_EMPTY + i, 4);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WEIGHTS_FULL + i, 4);
+    for (int i = 0; i < 1; ++i) mbarrier_init(barriers + ANNOUNCED + i, 1);
+    for (int i = 0; i < 1; ++i) mbarrier_init(barriers + Q_FULL + i, 1);
+    for (int i = 0; i < 1; ++i) mbarrier_init(barriers + Q_EMPTY + i, 8);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PARTS_FULL + i, 1);
+    fence_mbarrier_init();
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)

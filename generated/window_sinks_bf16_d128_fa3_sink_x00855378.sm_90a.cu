@@ -337,19 +337,21 @@ FG_DEVICE QuerySpan queries_of(const Params& p, const Work& w) {
 // ---- the start
 constexpr int LOAD_WARPS = 4, QUERY_WARP = 1;  // the load warp is number 0
 
-// By one warp, which shows them to the copy engine; the others wait for it.
+// By one warp, which shows them to the copy engine; the others wait for it. One lane does it: the instruction takes an
+// address that is the same in the whole warp, so that of lanes with one each, it would be a loop.
 FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
-  const int lane = threadIdx.x % WARP_SIZE;
-  if (lane < 4) mbarrier_init(barriers + K_FULL + lane, 1);
-  if (lane < 4) mbarrier_init(barriers + K_EMPTY + lane, 4 * p.warpgroups);
-  if (lane < 4) mbarrier_init(barriers + V_FULL + lane, 1);
-  if (lane < 4) mbarrier_init(barriers + V_EMPTY + lane, 4 * p.warpgroups);
-  if (lane < 6) mbarrier_init(barriers + Q_FULL + lane, 1);
-  if (lane < 6) mbarrier_init(barriers + Q_EMPTY + lane, 4);
-  if (lane < 2) mbarrier_init(barriers + WORK_FULL + lane, 1);
-  if (lane < 2) mbarrier_init(barriers + WORK_EMPTY + lane, 4 * p.warpgroups + 3);
-  if (lane < 4) mbarrier_init(barriers + V_LANDED + lane, 1);
-  fence_mbarrier_init();
+  if (threadIdx.x % WARP_SIZE == 0) {
+    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + K_FULL + i, 1);
+    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + K_EMPTY + i, 4 * p.warpgroups);
+    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + V_FULL + i, 1);
+    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + V_EMPTY + i, 4 * p.warpgroups);
+    for (int i = 0; i < 6; ++i) mbarrier_init(barriers + Q_FULL + i, 1);
+    for (int i = 0; i < 6; ++i) mbarrier_init(barriers + Q_EMPTY + i, 4);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WORK_FULL + i, 1);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WORK_EMPTY + i, 4 * p.warpgroups + 3);
+    for (int i = 0; i < 4; ++i) mbarrier_init(barriers + V_LANDED + i, 1);
+    fence_mbarrier_init();
+  }
 }
 
 // By every warp, each where its role begins: the barriers are there.

@@ -159,8 +159,8 @@ FAULTS = {
 
 # Of launches with one warpgroup of two.
 FAULTS_OF_FEW = {
-    "arrivals of all that there could be": ("kernel", "K_EMPTY + lane, 4 * p.warpgroups)",
-                                            "K_EMPTY + lane, 4 * WARPGROUPS)"),
+    "arrivals of all that there could be": ("kernel", "K_EMPTY + i, 4 * p.warpgroups)",
+                                            "K_EMPTY + i, 4 * WARPGROUPS)"),
     "parts of all that there could be": ("kernel", "parts * 4 * p.warpgroups)", "parts * SLABS)"),
     "queries of all that there could be": ("kernel", "int w = 0; w < p.warpgroups", "int w = 0; w < WARPGROUPS"),
     "a turn for two": ("kernel", "bar_arrive_of(next_turn, p.turn_threads)", "bar_arrive_of(next_turn, 256)"),
