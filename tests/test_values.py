@@ -10,7 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tensor_map_kit import fa3_like
+from typer.testing import CliRunner
 
+from flashgen.cli.app import app
 from flashgen.codegen.lower import lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec import Spec
@@ -119,3 +121,21 @@ def test_a_divisor_divides(number: int, value: int, beside: int) -> None:
 def test_a_divisor_of_nothing_can_be_packed() -> None:
     """Calls without rows have no tiles, and launch nothing."""
     assert struct.unpack("<iII", divisor_bytes(0))[0] == 0
+
+
+def test_explain_shows_the_blocks_of_a_launch() -> None:
+    """Which may be of fewer rows than the plan's."""
+    def run(*options: str) -> str:
+        return CliRunner().invoke(app, ["explain", *options]).stdout
+
+    def launch(variant: str, sizes: str) -> str:
+        text = run("fa3_fwd", "--variant", f"{variant}.sm_90a", "--problem", sizes)
+        return text.partition("launch\n")[2].partition("look-up")[0]
+
+    few = launch("fa3_fwd_bf16_d128", "batch=1 seqlen_q=1024 seqlen_kv=1024 num_heads_q=8 num_heads_kv=8")
+    assert "128 blocks of 256 threads" in few and "64 rows, where the work above has 192, by 1 of 3" in few
+    many = launch("fa3_fwd_bf16_d128_varlen", "batch=4 seqlen_q=4096 num_heads_q=32 num_heads_kv=8")
+    assert "132 blocks of 512 threads" in many and "192 rows, by 3 of 3" in many and "none cut" in many
+    assert "in up to" in launch("fa3_fwd_bf16_d128_split",
+                                "batch=1 seqlen_q=64 seqlen_kv=16384 num_heads_q=1 num_heads_kv=1")
+    assert "launch" not in run("fa2_fwd")
