@@ -718,13 +718,13 @@ fa3_fwd_bf16_d128_causal(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
   const int warp = first_lane(threadIdx.x / WARP_SIZE);
-  if (warp == QUERY_WARP) init_barriers(p, barriers);  // while the load warp works out what it loads first
   if (warp < LOAD_WARPS) {
     setmaxnreg_dec<LOAD_REGISTERS>();
     if (warp == 0) {
       load_keys_and_values(p, smem, barriers);
       return;
     }
+    if (warp == QUERY_WARP) init_barriers(p, barriers);  // while the load warp works out what it loads first
     meet(p);
     if (warp == QUERY_WARP)
       load_queries(p, smem, barriers);
