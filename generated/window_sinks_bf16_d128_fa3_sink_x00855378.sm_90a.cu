@@ -315,8 +315,8 @@ FG_DEVICE void wait_for_values(float (&o)[1][MMA_COLS_V / 8][4], Weights& weight
 }
 
 // Which queries a tile has: a group for each of the p.warpgroups that multiply. Tiles are counted from the end: where they
-// do not divide the queries, the first one has fewer
-// warpgroups at work, since under a causal mask it has the fewest keys, and is the last of its head to be taken.
+// do not divide the queries, the first one has fewer warpgroups at work, since under a causal mask it has the fewest keys,
+// and is the last of its head to be taken.
 FG_DEVICE int first_group(const Params& p, const Work& w) {  // of groups of queries, one for each warpgroup
   const int groups = (w.seqlen_q + group_queries(p) - 1) / group_queries(p);
   return groups <= p.warpgroups ? 0 : groups - (64 * (groups - 1) / block_rows(p) + 1 - w.m_tile) * p.warpgroups;

@@ -25,7 +25,7 @@ MANY_ROUNDS = 4             # of the tallest tiles over all SMs: from there on, 
 # and out, for each warpgroup; of each further round of tiles or parts; of waiting for the last parts; of each byte of
 # parts written and read back.
 WARPGROUP_CLOCKS, ROUND_CLOCKS, MERGE_CLOCKS, BYTE_CLOCKS = 600, 1600, 4800, 9.5e-4
-SPLITTING_COSTS = 1.02     # the time of kernels that can split, even where they do not
+SPLITTING_COSTS = 1.02      # the time of kernels that can split, even where they do not
 SECTION_HEADS = 16          # docs/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
 SECTION_BYTES = 32 << 20    # of K and V that L2 keeps beside what else passes through it
 LAST_ROUNDS = 3             # of query tiles over all SMs, sorted by length at the end of the grid

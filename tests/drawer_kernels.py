@@ -42,8 +42,8 @@ def barrier_cases() -> list[Case]:
                  body % ("bar_arrive<1, 64>();", "bar_sync<2, 64>();", "bar_sync<1, 64>();", "bar_arrive<2, 64>();"),
                  pair, handed_over, threads=64, smem=128, hopper=False)
     ring = Case("named_barrier_at", ("named_barrier", "smem"), random_int,
-                body % ("bar_arrive_at<64>(3 + i % 2);", "bar_sync_at<64>(5 + i % 2);",
-                        "bar_sync_at<64>(3 + i % 2);", "bar_arrive_at<64>(5 + i % 2);"),
+                body % ("bar_arrive_of(3 + i % 2, 64);", "bar_sync_at<64>(5 + i % 2);",
+                        "bar_sync_at<64>(3 + i % 2);", "bar_arrive_of(5 + i % 2, 64);"),
                 pair, handed_over, threads=64, smem=128, hopper=False)
     counted = Case("named_barrier_of", ("named_barrier", "smem"), random_int,
                    body % ("bar_arrive_of(3 + i % 2, blockDim.x);", "bar_sync_of(5 + i % 2, blockDim.x);",

@@ -137,7 +137,7 @@ FA3 = """
   mbarrier_wait_parity(full_k, 0);
   bar_sync_at<256>(1 + me);
   scores(0);
-  bar_arrive_at<256>(2 - me);
+  bar_arrive_of(2 - me, 256);
   wgmma_wait<0>(s);
   release(empty_k);
   softmax(0);
@@ -149,7 +149,7 @@ FA3 = """
     scores(stage);
     mbarrier_wait_parity(full_v + before, (j - 1) / STAGES % 2);
     values(before);
-    bar_arrive_at<256>(2 - me);
+    bar_arrive_of(2 - me, 256);
     wgmma_wait<1>(s);
     release(empty_k + stage);
     softmax(j * BLOCK_N);

@@ -138,3 +138,5 @@ def test_of_two_that_split_or_not_a_call_gets_one() -> None:
         assert [spec.split for spec in variants_for(case, FA3_SPECS, HOPPER, SMS)] == [splits]
     unsplit = [spec for spec in FA3_SPECS if not spec.split]
     assert [spec.split for spec in variants_for(case, unsplit, HOPPER, SMS)] == [False]
+    for some in ([spec for spec in FA3_SPECS if spec.split], [spec for spec in FA3_SPECS if not spec.pack_gqa]):
+        assert [(spec.split, spec.pack_gqa) for spec in variants_for(case, some, HOPPER, SMS)] == [(True, False)]

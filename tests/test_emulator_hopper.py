@@ -145,8 +145,8 @@ FAULTS = {
         "bar_sync_at<128>(1 + me);\n  scores"),
     "number of a named barrier": (
         "fa3", "",
-        "bar_arrive_at<256>(2 - me);\n    wgmma",
-        "bar_arrive_at<256>(1 + me);\n    wgmma"),
+        "bar_arrive_of(2 - me, 256);\n    wgmma",
+        "bar_arrive_of(1 + me, 256);\n    wgmma"),
     "registers beyond the pool": (
         "fa3", "setmaxnreg",
         "setmaxnreg_inc<240>",

@@ -26,12 +26,6 @@ FG_DEVICE void bar_sync_at(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-template <int THREADS>
-FG_DEVICE void bar_arrive_at(int id) {
-  static_assert(THREADS > 0 && THREADS % WARP_SIZE == 0, "whole warps");
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-
 // With the number of threads known only then, too.
 FG_DEVICE void bar_sync_of(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 FG_DEVICE void bar_arrive_of(int id, int threads) {

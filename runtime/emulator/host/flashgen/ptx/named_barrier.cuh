@@ -22,11 +22,5 @@ FG_DEVICE void bar_sync_at(int id) {
   emu::named_barrier(id, THREADS, true);
 }
 
-template <int THREADS>
-FG_DEVICE void bar_arrive_at(int id) {
-  static_assert(THREADS > 0 && THREADS % WARP_SIZE == 0, "whole warps");
-  emu::named_barrier(id, THREADS, false);
-}
-
 FG_DEVICE void bar_sync_of(int id, int threads) { emu::named_barrier(id, threads, true); }
 FG_DEVICE void bar_arrive_of(int id, int threads) { emu::named_barrier(id, threads, false); }
