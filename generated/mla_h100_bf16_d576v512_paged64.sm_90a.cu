@@ -426,7 +426,7 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {  // once: it is long, and not worth the compiler's time twice
       const int row = segment.first_row + lane_row + 8 * h;
-      const RowEnd end = end_row(p, row, h == 0 ? rows.reference[0][0] : rows.reference[0][1], h == 0 ? sum[0] : sum[1]);
+      const RowEnd end = end_row(p, row, h == 0 ? rows.reference(0) : rows.reference(1), h == 0 ? sum[0] : sum[1]);
       if (p.lse != nullptr && half == 0 && lane % 4 == 0 && row < segment.end_row) write_row_lse(p, segment.request, row, end.lse);
       inverse[0] = h == 0 ? end.inverse : inverse[0];
       inverse[1] = end.inverse;
@@ -447,7 +447,7 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float* const row_results = results + 2 * BLOCK_M * HALF_COLS + 2 * (lane_row + 8 * h);
-          row_results[0] = sum[h] == 0.0f ? -INFINITY : rows.reference[0][h];  // a part without keys sets no scale
+          row_results[0] = sum[h] == 0.0f ? -INFINITY : rows.reference(h);  // a part without keys sets no scale
           row_results[1] = sum[h];
         }
       }
@@ -545,7 +545,7 @@ struct Warpgroup {
     tie_registers(index);  // its place is worked out anew each time, too
     return segment_at(smem, index);
   }
-  FG_DEVICE float* references() const { return reinterpret_cast<float*>(smem + SMEM_REFERENCES) + lane_row; }
+  FG_DEVICE float* subtrahends() const { return reinterpret_cast<float*>(smem + SMEM_REFERENCES) + lane_row; }
   FG_DEVICE int* raised() const { return reinterpret_cast<int*>(smem + SMEM_RAISED) + warp; }
   FG_DEVICE void release(uint64_t* barrier) const {
     if (lane == 0) mbarrier_arrive(barrier);
@@ -626,20 +626,22 @@ struct Warpgroup {
   // ... and of the other warpgroup's, once its weights are there.
   FG_DEVICE void start_others_values(int which, bool first) {
     mbarrier_wait_parity(barriers + WEIGHTS_FULL + at.pair(), at.pair_round());
-    const float* const reference = references() + at.pair() * BLOCK_M;
+    const float* const subtrahend = subtrahends() + at.pair() * BLOCK_M;
     if (first) {
       rows = StaleRows();
 #pragma unroll
-      for (int h = 0; h < 2; ++h) rows.reference[0][h] = reference[8 * h];
+      for (int h = 0; h < 2; ++h) rows.subtrahend[0][h] = subtrahend[8 * h];
+      rows.see_far();
     } else if (first_lane(raised()[at.pair() * 4]) != 0) {
       Rescale rescale;
       rescale.any = true;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        rescale.factor[h] = exp2_approx(rows.reference[0][h] - reference[8 * h]);
-        rows.reference[0][h] = reference[8 * h];
+        rescale.factor[h] = exp2_approx(rows.reference(h) - reference_of(subtrahend[8 * h]));
+        rows.subtrahend[0][h] = subtrahend[8 * h];
         rows.sum[0][h] *= rescale.factor[h];
       }
+      rows.see_far();
       rescale.apply(o);
     }
     uint64_t theirs = wgmma_descriptor_advance<PairTile::BYTES>(AlongColumns<PairTile>::descriptor(smem + SMEM_PAIR), at.pair());
@@ -686,7 +688,7 @@ struct Warpgroup {
     store_weights<PairTile>(smem + SMEM_PAIR + place.pair() * PairTile::BYTES, weights);
     if (lane % 4 == 0 && (first || rescale.any)) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) references()[place.pair() * BLOCK_M + 8 * h] = rows.reference[0][h];
+      for (int h = 0; h < 2; ++h) subtrahends()[place.pair() * BLOCK_M + 8 * h] = rows.subtrahend[0][h];
     }
     if (lane == 0) raised()[place.pair() * 4] = rescale.any;
     if (keys - p.hidden_keys < BLOCK_N) {

@@ -56,7 +56,6 @@
 #include "flashgen/store_rows.cuh"
 #include "flashgen/tickets.cuh"
 #include "flashgen/tile_walk.cuh"
-#include "flashgen/sink.cuh"
 
 using Element = bf16;
 constexpr int WARPGROUPS = 3;  // that multiply, at most: a launch for few query rows has fewer
@@ -644,7 +643,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     const auto visible = [&](int row) { return RowSight{p, work, row}; };
     const int tile = tile_of(here);
     StaleRows rows;
-    start_with_sink(rows.reference, rows.sum, p.user_sink[work.head_q] * LOG2_E);
+    rows.start_with_sink(p.user_sink[work.head_q] * LOG2_E);
     modify_scores(s, p, work.head_q, row, tile * BLOCK_N + lane_col);
     if (here & TILE_PARTIAL) hide_scores(s, p, work, row, tile * BLOCK_N + lane_col);
     relate_exact<Element>(s, rows, p.scale_log2);

@@ -170,7 +170,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "rows of the next block": ("part.row_block * part.block_rows", "part.row_block * part.block_rows + 1"),
     "results of another block of rows": ("split.first_part * row_blocks + row_block", "split.first_part * row_blocks"),
     "arrivals not put back": ("counters[0] = 0;", ""),
-    "parts not weighted": ("exp2_approx(weights[i * ROWS] - finite)", "1.0f"),
+    "parts not weighted": ("exp2_approx(above(weights[i * ROWS], finite))", "1.0f"),
     "the next page": ("key / p.page_size", "key / p.page_size + 1"),
     "a row of another page": ("(here.first_key + lane + WARP_SIZE * h) % p.page_size", "lane % 16 / 2"),
 }

@@ -5,7 +5,7 @@
 // A part consists of slabs, one for each warp: its 16 rows of the output, with their references and sums.
 #pragma once
 #include "flashgen/ptx/atomic.cuh"
-#include "flashgen/softmax_stale.cuh"
+#include "flashgen/stale_rows.cuh"
 
 struct alignas(16) Floats4 {
   float x[4];
@@ -29,7 +29,7 @@ FG_DEVICE void write_slab(Slab<V>& slab, const float (&o)[1][V][4], const StaleR
   for (int h = 0; h < 2; ++h) {
     const float sum = rows.sum[0][h];
     // A part in which the row sees no key must not set the scale for the others.
-    state.x[h] = sum == 0.0f ? -INFINITY : rows.reference[0][h];
+    state.x[h] = sum == 0.0f ? -INFINITY : rows.reference(h);
     state.x[2 + h] = sum;
   }
   slab.rows[lane] = state;
@@ -79,12 +79,13 @@ FG_DEVICE void add_parts(const Slab<V>* slab, int64_t stride, int parts, int fir
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float highest = rows.reference[0][h];
+      const float before = rows.reference(h);
+      float highest = before;
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) highest = fmaxf(highest, states[i].x[h]);
       const float reference = highest == -INFINITY ? 0.0f : highest;  // no -inf - -inf
-      const float factor = exp2_approx(rows.reference[0][h] - reference);
-      rows.reference[0][h] = highest;
+      const float factor = exp2_approx(above(before, reference));
+      rows.set_reference(h, highest);
       rows.sum[0][h] *= factor;
 #pragma unroll
       for (int n = 0; n < N; ++n)
@@ -93,7 +94,7 @@ FG_DEVICE void add_parts(const Slab<V>* slab, int64_t stride, int parts, int fir
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         if (begin + i >= parts) continue;  // not times 0: what is not there may be a NaN
-        const float weight = exp2_approx(states[i].x[h] - reference);
+        const float weight = exp2_approx(above(states[i].x[h], reference));
         rows.sum[0][h] = fmaf(weight, states[i].x[2 + h], rows.sum[0][h]);
 #pragma unroll
         for (int n = 0; n < N; ++n)

@@ -6,9 +6,8 @@
 #pragma once
 #include "flashgen/ptx/atomic.cuh"
 #include "flashgen/ptx/convert.cuh"
-#include "flashgen/ptx/math.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
-#include "flashgen/ptx/warp.cuh"
+#include "flashgen/stale_rows.cuh"
 
 struct alignas(16) Float4 {
   float x[4];
@@ -50,7 +49,7 @@ FG_DEVICE void weigh_parts(Results results, int parts, int valid_rows, int threa
   const float finite = highest == -INFINITY ? 0.0f : highest;  // no -inf - -inf
   float sum = 0.0f;
   for (int i = group; i < parts; i += 4) {
-    const float weight = exp2_approx(weights[i * ROWS] - finite);
+    const float weight = exp2_approx(above(weights[i * ROWS], finite));
     weights[i * ROWS] = weight;
     sum += weight * sums[i * ROWS];
   }

@@ -91,8 +91,10 @@ FG_DEVICE void exponentiate(float (&s)[M][N][4], RowState<M>& rows, float scale_
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // A row that has seen no key yet has max -inf; 0 in its place keeps -inf - -inf out of the exponent.
-      const float reference = rows.max[m][h] == -INFINITY ? 0.0f : rows.max[m][h] * scale_log2;
+      // A row that has seen no key yet has max -inf, as has one whose scores overflow in powers of two; 0 in its place
+      // keeps -inf - -inf out of the exponent.
+      const float max_log2 = rows.max[m][h] * scale_log2;
+      const float reference = max_log2 == -INFINITY ? 0.0f : max_log2;
       float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < N; ++n)

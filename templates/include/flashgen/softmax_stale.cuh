@@ -5,7 +5,7 @@
 // Fragments as in gemm_async.cuh; units are powers of two.
 #pragma once
 #include "flashgen/ptx/convert.cuh"
-#include "flashgen/softmax.cuh"
+#include "flashgen/stale_rows.cuh"
 
 // How far, in powers of two, a weight may outgrow 1. Its precision does not depend on that, only its range does: fp16
 // ends at 2^16; bf16 and the sums have the exponents of fp32, and 2^64 leaves room for 2^14 keys with values of 2^49.
@@ -13,35 +13,6 @@ FG_DEVICE constexpr float stale_log2(bf16) { return 64.0f; }
 FG_DEVICE constexpr float stale_log2(fp16) { return 14.0f; }
 FG_DEVICE constexpr float stale_weight(bf16) { return 0x1p64f; }
 FG_DEVICE constexpr float stale_weight(fp16) { return 0x1p14f; }
-
-struct StaleRows {
-  float reference[1][2];  // of rows lane / 4 and lane / 4 + 8; -inf: no key seen yet
-  float sum[1][2];        // this lane's share of the denominator
-
-  FG_DEVICE StaleRows() : reference{{-INFINITY, -INFINITY}}, sum{{0.0f, 0.0f}} {}
-  FG_DEVICE float reference_log2(int m, int h, float) const { return reference[m][h]; }
-  // A row that has seen no key by now never will: any finite reference serves.
-  FG_DEVICE void settle() {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) reference[0][h] = reference[0][h] == -INFINITY ? 0.0f : reference[0][h];
-  }
-};
-
-// What the output so far has to be multiplied with, by row; `any` is the same in all lanes of the warp.
-struct Rescale {
-  float factor[2] = {1.0f, 1.0f};
-  bool any = false;
-
-  template <int V>
-  FG_DEVICE void apply(float (&o)[1][V][4]) const {
-    if (any) {
-#pragma unroll
-      for (int v = 0; v < V; ++v)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[0][v][i] *= factor[i / 2];
-    }
-  }
-};
 
 template <int N>
 FG_DEVICE float row_max(const float (&s)[1][N][4], int h) {
@@ -54,26 +25,49 @@ FG_DEVICE float row_max(const float (&s)[1][N][4], int h) {
   return quad_max(fmaxf(even, odd));
 }
 
-// The first tile of a row block, and any tile in which a row may meet its first key: compares true maxima.
+// Products of rows with a far reference become relative to it, which relate_... left to this.
+template <int N>
+FG_DEVICE void subtract_far(float (&s)[1][N][4], const StaleRows& rows) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const bool far = is_far(rows.subtrahend[0][h]);
+    const float reference = rows.reference(h);
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 2 * h; i < 2 * h + 2; ++i) s[0][n][i] = far ? above(s[0][n][i], reference) : s[0][n][i];
+  }
+}
+
+// Raises references to true maxima. Far ones are left for subtract_far.
 template <class Element, int N>
-FG_DEVICE Rescale relate_exact(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
+FG_DEVICE Rescale relate_to_maxima(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
   Rescale rescale;
   bool behind = false;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float highest = row_max(s, h) * scale_log2;
-    const bool raise = highest - stale_log2(Element{}) > rows.reference[0][h];  // row by row: bits never depend on neighbours
-    rescale.factor[h] = raise ? exp2_approx(rows.reference[0][h] - highest) : 1.0f;
-    if (raise) rows.reference[0][h] = highest;
+    const float highest = row_max(s, h) * scale_log2, reference = rows.reference(h);
+    const bool raise = above(highest, reference) > stale_log2(Element{});  // row by row: bits never depend on neighbours
+    if (raise) rows.set_reference(h, usable(highest));
+    rescale.factor[h] = raise ? exp2_approx(reference - usable(highest)) : 1.0f;
     rows.sum[0][h] *= rescale.factor[h];
     behind |= raise;
-    const float reference = rows.reference[0][h] == -INFINITY ? 0.0f : rows.reference[0][h];  // no -inf - -inf
+    const float subtrahend = rows.subtrahend[0][h] == -INFINITY ? 0.0f : rows.subtrahend[0][h];  // no -inf - -inf
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = 2 * h; i < 2 * h + 2; ++i) s[0][n][i] = fmaf(s[0][n][i], scale_log2, -reference);
+      for (int i = 2 * h; i < 2 * h + 2; ++i) s[0][n][i] = fmaf(s[0][n][i], scale_log2, -subtrahend);
   }
+  rows.see_far();
   rescale.any = any_in_warp(behind);
+  return rescale;
+}
+
+// The first tile of a row block, and any tile in which a row may meet its first key.
+template <class Element, int N>
+FG_DEVICE Rescale relate_exact(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
+  const Rescale rescale = relate_to_maxima<Element>(s, rows, scale_log2);
+  if (any_in_warp(rows.far)) subtract_far(s, rows);
   return rescale;
 }
 
@@ -83,34 +77,44 @@ FG_DEVICE Rescale relate_stale(float (&s)[1][N][4], const StaleRows& rows, float
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[0][n][i] = fmaf(s[0][n][i], scale_log2, -rows.reference[0][i / 2]);
+    for (int i = 0; i < 4; ++i) s[0][n][i] = fmaf(s[0][n][i], scale_log2, -rows.subtrahend[0][i / 2]);
   return {};
 }
 
 // Any tile, where rows meet their first key at any time: while a row of the warp has yet to, true maxima.
 template <class Element, int N>
 FG_DEVICE Rescale relate_any(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
-  if (any_in_warp(rows.reference[0][0] == -INFINITY || rows.reference[0][1] == -INFINITY))
-    return relate_exact<Element>(s, rows, scale_log2);
+  if (any_in_warp(rows.subtrahend[0][0] == -INFINITY || rows.subtrahend[0][1] == -INFINITY))
+    return relate_to_maxima<Element>(s, rows, scale_log2);
   return relate_stale<Element>(s, rows, scale_log2);
 }
 
-// Raises the reference of rows that have passed it to their maximum. By whole warps, of which some row may have.
+// Raises the reference of rows that have passed it to their maximum, and has far ones subtracted. By whole warps, some row of
+// which may need it; s as relate_stale left it.
 template <class Element, int N>
 FG_DEVICE void raise_references(float (&s)[1][N][4], StaleRows& rows, Rescale& rescale) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float passed = row_max(s, h);
-    const float raise = passed > stale_log2(Element{}) ? passed : 0.0f;  // row by row, as above
-    const float factor = exp2_approx(-raise);
-    rows.reference[0][h] += raise;
+    const bool was_far = is_far(rows.subtrahend[0][h]);
+    const float old = rows.reference(h), highest = row_max(s, h);
+    const bool raise = (was_far ? above(highest, old) : highest) > stale_log2(Element{});  // row by row, as above
+    const float reference = raise ? usable(was_far ? highest : old + highest) : old;
+    const float moved = raise ? reference - old : 0.0f;  // what rounding made of it
+    const float factor = exp2_approx(-moved);
+    rows.set_reference(h, reference);
     rescale.factor[h] *= factor;
     rows.sum[0][h] *= factor;
+    const float rest = was_far ? reference : moved;
+    const float same = is_far(rows.subtrahend[0][h]) ? fabsf(reference) * 0x1p-22f : 0.0f;  // as `above` has it
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = 2 * h; i < 2 * h + 2; ++i) s[0][n][i] -= raise;
+      for (int i = 2 * h; i < 2 * h + 2; ++i) {
+        const float difference = s[0][n][i] - rest;
+        s[0][n][i] = fabsf(difference) < same ? 0.0f : difference;
+      }
   }
+  rows.see_far();
   rescale.any = true;
 }
 
@@ -149,7 +153,7 @@ template <class Element, int N, class Make>
 FG_DEVICE void weigh(float (&s)[1][N][4], StaleRows& rows, Rescale& rescale, Make make) {
   float sums[2];
   make(sums);
-  if (any_in_warp(fmaxf(sums[0], sums[1]) > stale_weight(Element{}))) {
+  if (any_in_warp(rows.far || fmaxf(sums[0], sums[1]) > stale_weight(Element{}))) {
     raise_references<Element>(s, rows, rescale);
     make(sums);
   }
@@ -175,7 +179,7 @@ FG_DEVICE Rescale relate_checked(float (&s)[1][N][4], StaleRows& rows, float sca
       high = max_int(max_int(high, float_bits(s[0][n][2 * h])), float_bits(s[0][n][2 * h + 1]));
     }
   const int high = max_int(max_int(highest[0], highest[1]), max_int(highest[2], highest[3]));
-  if (any_in_warp(high > float_bits(stale_log2(Element{})))) raise_references<Element>(s, rows, rescale);
+  if (any_in_warp(rows.far || high > float_bits(stale_log2(Element{})))) raise_references<Element>(s, rows, rescale);
   return rescale;
 }
 
