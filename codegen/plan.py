@@ -8,20 +8,29 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
+from flashgen import files
 from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES, Target
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 from flashgen.codegen.wgmma import WgmmaShape
 from flashgen.errors import PlanError
+from flashgen.files import Arch, Bytes, Name, between, one_of, spelled
+
+# A plan may come from a file, so its annotations say what a field may hold: Plan.from_json refuses everything else.
+Slot = Annotated[str, spelled(r"[a-z0-9_]{1,80}", "a file name of lower-case letters, digits and _")]
+Template = Annotated[str, spelled(r"[a-z0-9_]{1,80}/[a-z0-9_]{1,80}\.cu\.j2", "FAMILY/NAME.cu.j2")]
+Warps = Annotated[int, between(0, 32)]           # a block has at most 32
+Arrivals = Annotated[int, between(0, 2**20 - 1)]  # what an mbarrier can count
+BoxSize = Annotated[int, between(1, 256)]        # elements of a copy along one dimension
 
 
 @dataclass(frozen=True)
 class Constant:
     """One `constexpr` of the generated file."""
 
-    name: str
+    name: Name
     value: int
     reason: str
 
@@ -30,19 +39,10 @@ class Constant:
 class Region:
     """A named piece of dynamic shared memory."""
 
-    name: str
-    offset_bytes: int
-    size_bytes: int
+    name: Name
+    offset_bytes: Bytes
+    size_bytes: Bytes
     holds: str
-
-
-@dataclass(frozen=True)
-class Param:
-    """One member of the kernel's only argument. `ctype` is a key of CTYPES."""
-
-    name: str
-    ctype: str
-    about: str  # shape and unit, for the reader of the generated file
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,15 @@ CTYPES: dict[str, CType] = {
 
 
 @dataclass(frozen=True)
+class Param:
+    """One member of the kernel's only argument. `ctype` is a key of CTYPES."""
+
+    name: Name
+    ctype: Annotated[str, one_of(CTYPES)]
+    about: str  # shape and unit, for the reader of the generated file
+
+
+@dataclass(frozen=True)
 class TensorMap:
     """How the copy engine sees a tensor: [columns, rows, heads, batch], of which a copy takes one panel of one head;
     or, with `box_panels`, [columns of a panel, rows, panels, batch or pages], of which it takes several panels.
@@ -81,12 +90,12 @@ class TensorMap:
     `name` is a parameter of type tensor_map, `tensor` the pointer parameter it describes. Varlen: batch is 1.
     """
 
-    name: str
-    tensor: str
-    box_cols: int        # elements, contiguous: one panel
-    box_rows: int
-    swizzle_bytes: int   # of a row of the panel: 128, 64
-    box_panels: int = 0
+    name: Name
+    tensor: Name
+    box_cols: BoxSize    # elements, contiguous: one panel
+    box_rows: BoxSize
+    swizzle_bytes: Annotated[int, one_of((0, 32, 64, 128))]  # of a row of the panel
+    box_panels: Annotated[int, between(0, 256)] = 0
     packed: bool = False  # [columns, heads of a kv head, rows, kv heads, batch]; whole rows, at most box_rows / heads
 
 
@@ -95,11 +104,11 @@ class Barrier:
     """mbarriers in shared memory, one per stage, all completed by the same number of arrivals: `arrivals`, and as many
     as `warpgroup_arrivals` for each warpgroup that multiplies, where the launch decides how many do."""
 
-    name: str
-    count: int
-    arrivals: int
+    name: Name
+    count: Annotated[int, between(1, 2**16)]
+    arrivals: Arrivals
     about: str
-    warpgroup_arrivals: int = 0
+    warpgroup_arrivals: Arrivals = 0
 
     @property
     def expects(self) -> str:
@@ -111,17 +120,17 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Role:
-    name: str
-    warps: int
-    registers: int | None = None  # per thread after setmaxnreg; None: as launched
+    name: Name
+    warps: Warps
+    registers: Annotated[int, between(1, 256)] | None = None  # per thread after setmaxnreg; None: as launched
 
 
 @dataclass(frozen=True)
 class Launch:
-    threads: int            # at most, where the launch decides how many warpgroups multiply
-    min_blocks_per_sm: int  # second argument of __launch_bounds__
-    smem_bytes: int
-    grid: str               # the rule, in words; the arithmetic is in runtime/values.py
+    threads: Annotated[int, between(1, 1024)]          # at most, where the launch decides how many warpgroups multiply
+    min_blocks_per_sm: Annotated[int, between(1, 32)]  # second argument of __launch_bounds__
+    smem_bytes: Bytes
+    grid: str  # the rule, in words; the arithmetic is in runtime/values.py
     programmatic: bool = False  # may start while the kernel before it ends; it waits before it reads
 
 
@@ -130,7 +139,7 @@ class Part:
     """A value that an expression's text reads by name."""
 
     cuda_type: str
-    name: str
+    name: Name
     text: str
 
 
@@ -143,7 +152,7 @@ class Expression:
     `class_rows`, which hang on rows alone. An interval has bounds of its `first` key and its `last` instead.
     """
 
-    slot: str
+    slot: Slot
     about: str
     uniform: tuple[Part, ...] = ()
     row: tuple[Part, ...] = ()
@@ -156,21 +165,18 @@ class Expression:
     last: tuple[str, ...] = ()
 
 
-EXPRESSION_PARTS = tuple(field.name for field in fields(Expression) if field.type == "tuple[Part, ...]")
-
-
 @dataclass(frozen=True)
 class Plan:
-    variant: str                             # the kernel's name without its target
-    target: str
-    family: str
-    pass_: str
-    spec: tuple[tuple[str, object], ...]     # the variant's spec fields as (name, value), in table order
-    template: str                            # skeleton, relative to templates/
-    element: str                             # element type tag in CUDA
+    variant: Name                            # the kernel's name without its target
+    target: Arch
+    family: Name
+    pass_: Name
+    spec: tuple[tuple[Name, object], ...]    # the variant's spec fields as (name, value), in table order
+    template: Template                       # skeleton, relative to templates/
+    element: Name                            # element type tag in CUDA
     constants: tuple[Constant, ...]
-    slots: tuple[tuple[str, str], ...]       # (slot, choice): templates/slots/<slot>/<choice>.cuh.j2
-    flags: tuple[tuple[str, bool], ...]      # bare booleans the skeleton may test
+    slots: tuple[tuple[Slot, Slot], ...]     # (slot, choice): templates/slots/<slot>/<choice>.cuh.j2
+    flags: tuple[tuple[Name, bool], ...]     # bare booleans the skeleton may test
     params: tuple[Param, ...]
     smem: tuple[Region, ...]
     roles: tuple[Role, ...]
@@ -178,9 +184,9 @@ class Plan:
     tensor_maps: tuple[TensorMap, ...] = ()
     barriers: tuple[Barrier, ...] = ()       # in shared-memory region BARRIERS, in this order
     wgmma_shapes: tuple[WgmmaShape, ...] = ()
-    register_usage_level: int | None = None  # ptxas --register-usage-level, None: its default
+    register_usage_level: Annotated[int, between(0, 10)] | None = None  # of ptxas, None: its default
     notes: tuple[str, ...] = ()              # why this tile, who measured it
-    allowed_spill_bytes: int = 0
+    allowed_spill_bytes: Bytes = 0
     expressions: tuple[Expression, ...] = ()
 
     @property
@@ -195,12 +201,22 @@ class Plan:
         return f"{self.variant}.{self.target}"
 
     def constant(self, name: str) -> int:
-        return next(c.value for c in self.constants if c.name == name)
+        """PlanError if it has none of this name: its family always has, so the plan comes from elsewhere."""
+        for constant in self.constants:
+            if constant.name == name:
+                return constant.value
+        raise PlanError(f"has no constant {name}", where=self.kernel_name,
+                        allowed=", ".join(c.name for c in self.constants))
 
     @property
     def rows_alone(self) -> int:
         """Query rows that leave out the key tiles that none of them sees: a warpgroup's, or a block's."""
         return WARPGROUP_ROWS if self.wgmma_shapes else self.constant("BLOCK_M")
+
+    @property
+    def pointers(self) -> list[str]:
+        """The parameters that are pointers, in order."""
+        return [p.name for p in self.params if CTYPES[p.ctype].code == "Q"]
 
     def spec_value(self, name: str) -> object:
         return dict(self.spec)[name]
@@ -223,26 +239,13 @@ class Plan:
         return json.dumps(self.to_dict(), sort_keys=True, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
-        raw = json.loads(text)
-        kinds: dict[str, Any] = {"constants": Constant, "params": Param, "smem": Region, "roles": Role,
-                                 "tensor_maps": TensorMap, "barriers": Barrier, "wgmma_shapes": WgmmaShape}
-        for key, kind in kinds.items():
-            raw[key] = tuple(kind(**row) for row in raw[key])
-        for key in ("spec", "slots", "flags"):
-            raw[key] = tuple((name, _freeze(value)) for name, value in raw[key])
-        raw["expressions"] = tuple(
-            Expression(**row | {key: tuple(Part(**part) for part in row[key]) for key in EXPRESSION_PARTS}
-                       | {key: tuple(row[key]) for key in ("first", "last")}) for row in raw.get("expressions", ()))
-        raw["launch"] = Launch(**raw["launch"])
-        raw["notes"] = tuple(raw["notes"])
-        return cls(**raw)
-
-
-def _freeze(value: object) -> object:
-    if isinstance(value, list):
-        return tuple(_freeze(item) for item in value)
-    return value
+    def from_json(cls, text: str | bytes) -> Plan:
+        """What to_json wrote. PlanError, with the field, for any other text: nothing of it is used unchecked."""
+        try:
+            raw = files.parse_json(text)
+            return files.build({"expressions": [], **raw} if isinstance(raw, dict) else raw, cls)
+        except files.BadFile as err:
+            raise PlanError(err.of("a plan"), allowed=err.allowed) from None
 
 
 def params_layout(params: tuple[Param, ...]) -> tuple[str, dict[str, int]]:
@@ -271,6 +274,18 @@ def verify(plan: Plan, target: Target) -> None:
         raise PlanError(what, where=plan.kernel_name, allowed=allowed, nearest=nearest,
                         next="flashgen explain SPEC shows the plan and its memory map")
 
+    names = [param.name for param in plan.params]
+    if twice := [name for name in names if names.count(name) > 1]:
+        refuse(f"parameter {twice[0]} comes twice", "each name once")
+    layout = params_layout(plan.params)[1]
+    offsets = [layout[name] for name in plan.pointers]
+    if not offsets or offsets != [offsets[0] + 8 * i for i in range(len(offsets))]:
+        refuse("its pointers do not lie side by side", "one or more pointers, which a launch writes in one go")
+    mapped = {row.tensor for row in plan.tensor_maps}
+    maps = [param.name for param in plan.params if param.ctype == "tensor_map"]
+    if {*plan.pointers[:len(mapped)]} != mapped or sorted(maps) != sorted(row.name for row in plan.tensor_maps):
+        refuse(f"tensor maps {', '.join(maps)} describe {', '.join(sorted(mapped))}",
+               f"one map per parameter, of the first pointers of {', '.join(plan.pointers)}")
     if plan.target != target.name:
         refuse(f"plan is for {plan.target}, not {target.name}", plan.target)
     launch = plan.launch

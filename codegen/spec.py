@@ -31,8 +31,9 @@ from flashgen.codegen.spec_fields import (
     show,
     unknown_key,
 )
-from flashgen.codegen.yaml_tree import Node, from_python, read_yaml, show_path
+from flashgen.codegen.yaml_tree import Node, from_python, read_yaml
 from flashgen.errors import SpecError, together
+from flashgen.files import show_path
 
 __all__ = ["MAX_VARIANTS", "Roles", "Spec", "SpecFile", "Tile", "fields_markdown", "json_schema", "load_specs",
            "shipped_spec_paths", "spec_path", "specs_from_mapping", "variant_spec_paths"]

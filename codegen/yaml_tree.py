@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from flashgen.errors import SpecError
+from flashgen.files import show_path
 
 MAX_FILE_BYTES = 1 << 18
 MAX_DEPTH = 8  # a spec needs 6; the limit keeps Python's stack out of a hostile file's reach
@@ -64,11 +65,6 @@ def read_yaml(path: Path) -> tuple[Node, list[SpecError]]:
         raise SpecError("file is empty", where=f"{where}:1:1", allowed="a mapping of spec fields")
     reader = _YamlReader(where)
     return reader.node(root, 0), reader.problems
-
-
-def show_path(path: Path) -> str:
-    """The path, escaped where a terminal or a log could not print it."""
-    return str(path) if str(path).isprintable() else ascii(str(path))
 
 
 def _decode(raw: bytes, where: str) -> str:

@@ -14,6 +14,7 @@ from flashgen.codegen.lower import lower
 from flashgen.codegen.mask import visible_pairs
 from flashgen.codegen.tiles import KINDS
 from flashgen.errors import SpecError, UnsupportedError
+from flashgen.files import BadFile, text_of
 from flashgen.runtime.split import best_twin
 from flashgen.runtime.values import cutting_of
 
@@ -130,11 +131,14 @@ def read_grid(grid: str) -> tuple[object, str]:
 
     where = "--problem-grid" if is_inline(grid) else grid
     try:
-        return yaml.safe_load(grid if is_inline(grid) else Path(grid).read_text(encoding="utf-8")), where
+        # Not files.read_file: a grid may come through a pipe.
+        return yaml.safe_load(grid if is_inline(grid) else text_of(Path(grid).read_bytes())), where
+    except BadFile as err:
+        raise SpecError(err.of("the grid"), where=where, allowed=err.allowed) from err
     except OSError as err:
         raise SpecError(f"cannot be read ({err.strerror})", where=where, allowed="a YAML file, or {key: value, ...}",
                         next="benchmarks/grids holds examples") from err
-    except yaml.YAMLError as err:
+    except (yaml.YAMLError, RecursionError, ValueError) as err:  # what PyYAML lets through, as of dates and deep lists
         raise SpecError(f"is not YAML: {err}", where=where) from err
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.errors import SpecError, UnsupportedError, VerifyError
+from flashgen.files import BadFile, Rule, between, build, one_of, parse_json, read_file
 from flashgen.runtime.bench import (
     CALLS_PER_GRAPH,
     OURS,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from flashgen.runtime.bench_device import CudaDevice
     from flashgen.runtime.mla_problem import MlaInputs
 
+Size = Annotated[int, between(1, 2**31 - 1)]
 KEYS = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "dtype")
 HEAD_DIM_QK, HEAD_DIM_V, PAGE_SIZE = 576, 512, 64
 CRASH_HEADS, CRASH_TOKENS = 16, 256 * 1024
@@ -75,6 +76,36 @@ class MlaCase:
         return (cache + self.rows * (HEAD_DIM_QK + HEAD_DIM_V)) * DTYPES[self.dtype].bytes
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A row of benchmarks/marks. `ms` is the median of a call."""
+
+    num_heads_q: Size
+    seqlen_q: Size
+    batch: Size
+    seqlen_kv: Size
+    ms: Annotated[float, Rule("a number above 0", lambda ms: ms > 0)]
+    tflops: float
+    gbps: float
+
+
+@dataclass(frozen=True)
+class Marks:
+    """A file of benchmarks/marks."""
+
+    what: str
+    gpu: str
+    driver: str
+    cuda: str
+    torch: str
+    date: str
+    dtype: Annotated[str, one_of(DTYPES)]
+    head_dims: tuple[Size, Size]
+    page_size: Size
+    note: str
+    rows: tuple[Mark, ...]
+
+
 def load_cases(grid: str) -> tuple[MlaCase, ...]:
     """Cases of a grid, as bench_cases.load_grid reads them, with KEYS. SpecError says what is wrong."""
     where, values = combinations(grid, KEYS)
@@ -85,13 +116,19 @@ def load_cases(grid: str) -> tuple[MlaCase, ...]:
 
 
 def marks_for(gpu: str) -> tuple[str, dict[MlaCase, float]]:
-    """(where they are from, ms of each case that has one): FlashMLA's on a card of this name; ("", {}) without."""
+    """(where they are from, ms of each case that has one): FlashMLA's on a card of this name; ("", {}) without.
+    SpecError if the file is damaged."""
     path = ROOT / "benchmarks" / "marks" / f"flashmla_{gpu_folder(gpu)}.json"
     if not path.is_file():
         return "", {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return f"{path.name}, {found['date']}", {
-        MlaCase(**{name: row[name] for name in KEYS[:-1]}, dtype=found["dtype"]): row["ms"] for row in found["rows"]}
+    try:
+        found = build(parse_json(read_file(path)), Marks)
+    except (BadFile, OSError) as err:
+        what = err.of(path.name) if isinstance(err, BadFile) else f"{path.name} cannot be read ({err.strerror})"
+        raise SpecError(what, where=str(path), allowed=getattr(err, "allowed", ""),
+                        next="git checkout benchmarks/marks") from err
+    return f"{path.name}, {found.date}", {
+        MlaCase(row.batch, row.seqlen_q, row.seqlen_kv, row.num_heads_q, found.dtype): row.ms for row in found.rows}
 
 
 def variant_for(case: MlaCase, specs: Sequence[Spec]) -> Spec:

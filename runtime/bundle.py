@@ -14,21 +14,53 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from flashgen.codegen.plan import CTYPES, Plan, params_layout
-from flashgen.errors import BundleError
-from flashgen.runtime.cubin import Resources
-from flashgen.runtime.entry import Entry, canonical
+from flashgen.codegen.plan import CTYPES, Plan, params_layout, verify
+from flashgen.codegen.target import TARGETS
+from flashgen.errors import BundleError, PlanError
+from flashgen.files import Arch, BadFile, Name, Sha256, build, show_path, with_keys
+from flashgen.runtime.cubin import Resources, check_image
+from flashgen.runtime.entry import Entry, FileFacts, canonical, facts, read_listed, read_signed, signed
+from flashgen.runtime.rehearsal import check_launch
 from flashgen.runtime.selector import Selector, selector_of
 
 SCHEMA = 3        # of the manifest
 LAUNCH_RULES = 5  # raise it when runtime/values.py derives grid, block or argument values from a plan differently
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 16 << 20  # a kernel takes about 2 KiB of it
 _KIND = "flashgen bundle"
 _STAGING_PREFIX = ".flashgen-bundle-"
 _SUFFIXES = ("cubin", "cu", "plan.json")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the manifest says of a kernel."""
+
+    variant: Name
+    arch: Arch
+    selector: Selector
+    key: Sha256
+    abi: Sha256
+    nvrtc: str
+    options: tuple[str, ...]
+    resources: Resources
+    files: Annotated[dict[str, FileFacts], with_keys(_SUFFIXES)]
+
+    def file(self, suffix: str) -> str:
+        return f"{self.variant}.{self.arch}.{suffix}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    kind: str
+    schema: int
+    launch_rules: int
+    kernels: tuple[Row, ...]
+    digest: Sha256
 
 
 def abi_digest(plan: Plan) -> str:
@@ -50,8 +82,7 @@ def write_bundle(entries: Iterable[Entry], out_dir: Path | str) -> Path:
     try:
         rows = [_write_kernel(entry, staging) for entry in _one_per_selector(entries)]
         manifest: dict[str, Any] = {"kind": _KIND, "schema": SCHEMA, "launch_rules": LAUNCH_RULES, "kernels": rows}
-        manifest["digest"] = hashlib.sha256(canonical(manifest)).hexdigest()
-        (staging / MANIFEST).write_text(json.dumps(manifest, sort_keys=True, indent=1) + "\n")
+        (staging / MANIFEST).write_text(json.dumps(signed(manifest), sort_keys=True, indent=1) + "\n")
         staging.chmod(0o777 & ~_umask())  # mkdtemp makes it private; a bundle is meant to be shared
         _replace(staging, out)
     finally:
@@ -62,7 +93,7 @@ def write_bundle(entries: Iterable[Entry], out_dir: Path | str) -> Path:
 class Bundle:
     """The kernels of one folder by selector. Cubins are read, and verified, when they are first asked for."""
 
-    def __init__(self, path: Path, rows: dict[Selector, dict[str, Any]]) -> None:
+    def __init__(self, path: Path, rows: dict[Selector, Row]) -> None:
         self.path, self._rows = path, rows
         self._loaded: dict[Selector, tuple[Plan, bytes]] = {}
 
@@ -70,20 +101,26 @@ class Bundle:
     def load(cls, path: Path | str) -> Bundle:
         """BundleError if the manifest is absent, damaged, or of a flashgen that packs launches differently."""
         path = Path(path).absolute()
-        manifest = _read_manifest(path)
-        if (manifest["schema"], manifest["launch_rules"]) != (SCHEMA, LAUNCH_RULES):
-            raise _error(path, f"schema {manifest['schema']}, launch rules {manifest['launch_rules']}",
-                         allowed=f"schema {SCHEMA}, launch rules {LAUNCH_RULES}: another flashgen wrote it")
         try:
-            return cls(path, {Selector(**row["selector"]): row for row in manifest["kernels"]})
-        except (KeyError, TypeError) as err:
-            raise _error(path, f"{MANIFEST} lacks {err}") from err
+            fields = _read_manifest(path)
+            made_by = fields.get("schema"), fields.get("launch_rules")
+            if made_by != (SCHEMA, LAUNCH_RULES):
+                raise BadFile(f"has schema {made_by[0]!s:.40}, launch rules {made_by[1]!s:.40}",
+                              allowed=f"schema {SCHEMA}, launch rules {LAUNCH_RULES}: another flashgen wrote it")
+            rows: dict[Selector, Row] = {}
+            for number, row in enumerate(build(fields, Manifest).kernels):
+                if rows.setdefault(row.selector, row) is not row:
+                    raise BadFile(f"serves the same calls as {rows[row.selector].variant}", place=f"kernels[{number}]",
+                                  allowed="one kernel per selector in a bundle")
+        except BadFile as err:
+            raise _error(path, err.of(MANIFEST), err.allowed) from err
+        return cls(path, rows)
 
     def selectors(self) -> tuple[Selector, ...]:
         return tuple(self._rows)
 
     def resources(self, selector: Selector) -> Resources:
-        return Resources.from_dict(self._rows[selector]["resources"])
+        return self._rows[selector].resources
 
     def get(self, selector: Selector) -> tuple[Plan, bytes] | None:
         """(plan, cubin image), None if the bundle has no such kernel. BundleError if its files are damaged."""
@@ -91,44 +128,68 @@ class Bundle:
         if row is None:
             return None
         if selector not in self._loaded:
-            text = self._file(row, "plan.json").decode()
-            try:
-                plan = Plan.from_json(text)
-                same_abi = abi_digest(plan) == row["abi"]
-            except (KeyError, TypeError) as err:
-                raise _error(self.path, f"{row['variant']}.{row['arch']}.plan.json is of another flashgen") from err
-            if not same_abi:
-                raise _error(self.path, f"{plan.kernel_name} packs its parameters differently here",
-                             allowed="the ABI digest of the flashgen that wrote it")
-            self._loaded[selector] = plan, self._file(row, "cubin")
+            plan = self._plan(row)
+            self._loaded[selector] = plan, self._image(row)
         return self._loaded[selector]
 
-    def _file(self, row: dict[str, Any], suffix: str) -> bytes:
-        name, expected = f"{row['variant']}.{row['arch']}.{suffix}", row["files"][suffix]
+    def _plan(self, row: Row) -> Plan:
+        """The row's plan, which is what the row says and can be launched."""
+        name, text = row.file("plan.json"), self._file(row, "plan.json")
         try:
-            data = (self.path / name).read_bytes()
+            plan = Plan.from_json(text)
+            served = selector_of(plan)
+            if (plan.variant, plan.target, served) != (row.variant, row.arch, row.selector):
+                raise _error(self.path, f"{name} is the plan of {plan.kernel_name}, which serves {served}",
+                             allowed=f"{row.variant}.{row.arch}, which serves {row.selector}")
+            if plan.target not in TARGETS:
+                raise _error(self.path, f"{name} is for {plan.target}", allowed=", ".join(TARGETS))
+            verify(plan, TARGETS[plan.target])
+            check_launch(plan)
+        except PlanError as err:
+            raise _error(self.path, f"{name}: {err.what}", err.allowed) from err
+        except KeyError as err:
+            raise _error(self.path, f"{name}: `spec` lacks {err}", "the fields that a selector has") from err
+        if abi_digest(plan) != row.abi:
+            raise _error(self.path, f"{name} packs its parameters differently here",
+                         allowed="the ABI digest of the flashgen that wrote it")
+        return plan
+
+    def _image(self, row: Row) -> bytes:
+        image = self._file(row, "cubin")
+        try:
+            check_image(image)
+        except BadFile as err:
+            raise _error(self.path, err.of(row.file("cubin")), err.allowed) from err
+        return image
+
+    def _file(self, row: Row, suffix: str) -> bytes:
+        name = row.file(suffix)
+        try:
+            return read_listed(self.path / name, row.files[suffix])
         except OSError as err:
             raise _error(self.path, f"{name} cannot be read ({err.strerror})") from err
-        if (len(data), hashlib.sha256(data).hexdigest()) != (expected["bytes"], expected["sha256"]):
-            raise _error(self.path, f"{name} has {len(data)} of {expected['bytes']} bytes or a wrong checksum")
-        return data
+        except BadFile as err:
+            raise _error(self.path, err.of(name), err.allowed) from err
 
 
 def _error(path: Path, what: str, allowed: str = "") -> BundleError:
-    return BundleError(what, where=str(path), allowed=allowed, next=f"flashgen bundle SPEC... -o {path} writes it anew")
+    where = show_path(path)
+    return BundleError(what, where=where, allowed=allowed, next=f"flashgen bundle SPEC... -o {where} writes it anew")
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest's fields, which nobody has changed, unchecked beyond that. Raises BadFile, and BundleError where
+    there is none."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        digest = manifest.pop("digest")
-        if manifest["kind"] != _KIND or digest != hashlib.sha256(canonical(manifest)).hexdigest():
-            raise _error(path, f"{MANIFEST} has a wrong checksum")
+        fields = read_signed(path / MANIFEST, MAX_MANIFEST_BYTES)
+    except NotADirectoryError as err:
+        raise _error(path, "is a file", allowed=f"a folder with {MANIFEST}") from err
     except OSError as err:
-        raise _error(path, f"{MANIFEST} cannot be read ({err.strerror})") from err
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise _error(path, f"{MANIFEST} is damaged") from err
-    return manifest
+        raise _error(path, f"{MANIFEST} cannot be read ({err.strerror})",
+                     allowed=f"a folder with {MANIFEST}") from err
+    if fields.get("kind") != _KIND:
+        raise BadFile("is not a bundle's", allowed=f"kind: {_KIND}")
+    return fields
 
 
 def _one_per_selector(entries: Iterable[Entry]) -> list[Entry]:
@@ -147,7 +208,7 @@ def _write_kernel(entry: Entry, folder: Path) -> dict[str, Any]:
     plan, cubin, files = entry.plan, entry.cubin, {}
     for suffix, data in zip(_SUFFIXES, (cubin.image, entry.text.encode(), plan.to_json().encode()), strict=True):
         (folder / f"{plan.kernel_name}.{suffix}").write_bytes(data)
-        files[suffix] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        files[suffix] = facts(data)
     return {"variant": plan.variant, "arch": plan.target, "selector": selector_of(plan)._asdict(), "key": entry.key,
             "abi": abi_digest(plan), "nvrtc": cubin.nvrtc, "options": cubin.options,
             "resources": cubin.resources.to_dict(), "files": files}
@@ -163,7 +224,7 @@ def _check_replaceable(out: Path) -> None:
             known = {MANIFEST, *(f"{row['variant']}.{row['arch']}.{suffix}" for row in rows for suffix in _SUFFIXES)}
             if names - known:
                 trouble = f"holds files that are not the bundle's: {', '.join(sorted(names - known))}"
-        except (BundleError, KeyError, TypeError):
+        except (BundleError, BadFile, KeyError, TypeError):
             trouble = "is not a bundle"
     elif os.path.lexists(out):
         trouble = "is not a folder"

@@ -17,7 +17,6 @@ import contextlib
 import errno
 import functools
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -32,7 +31,19 @@ from pathlib import Path
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.source import Source
 from flashgen.errors import CompileError, UnsupportedError
-from flashgen.runtime.entry import FILES, META, SCHEMA, Damaged, Entry, canonical, entry_files, read_entry, trusted
+from flashgen.files import BadFile
+from flashgen.runtime.entry import (
+    FILES,
+    META,
+    SCHEMA,
+    Damaged,
+    Entry,
+    canonical,
+    entry_files,
+    read_entry,
+    read_meta,
+    trusted,
+)
 from flashgen.runtime.nvrtc import compile_options, compile_source, nvrtc_version
 
 STAGING_PREFIX = ".flashgen-"
@@ -363,8 +374,8 @@ def _item(folder: Path) -> CacheItem | None:
     if not sizes.keys() <= {*FILES, META}:
         return None
     try:
-        meta = json.loads((folder / META).read_bytes())
-        variant, arch = str(meta["variant"]), str(meta["arch"])
-    except (OSError, ValueError, KeyError, TypeError):
+        meta = read_meta(folder)
+        variant, arch = meta.variant, meta.arch
+    except (OSError, BadFile):
         variant, arch = "(damaged)", "?"
     return CacheItem(folder.name, folder, variant, arch, sum(sizes.values()), used)

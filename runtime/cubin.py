@@ -14,9 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.errors import CompileError
+from flashgen.files import BadFile, Count
 
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _WARNING = re.compile(r"^.*\(C7[56]\d\d\).*$", re.MULTILINE)  # serialised wgmma, ignored setmaxnreg, registers
+
+# The structures of an ELF file: of the header, of a program header, of a section header.
+_ELF_HEADER, _ELF_SEGMENT, _ELF_SECTION = map(struct.Struct, ("<16sHHIQQQIHHHHHH", "<IIQQQQQQ", "<IIQQQQIIQQ"))
+_NOBITS = 8  # the type of a section that takes no room in the file
 
 # Attributes of the .nv.info section: payload is (symbol index, value), two 32-bit words.
 _EIATTR_REGCOUNT = 0x2F
@@ -29,12 +34,12 @@ _SMEM_RESERVED_BYTES = 1024  # from sm_90 on the section counts the driver's own
 class Resources:
     """What one kernel takes. Register and byte counts are per thread, except code and shared memory."""
 
-    registers: int
-    stack_bytes: int
-    spill_store_bytes: int
-    spill_load_bytes: int
-    code_bytes: int
-    static_smem_bytes: int
+    registers: Count
+    stack_bytes: Count
+    spill_store_bytes: Count
+    spill_load_bytes: Count
+    code_bytes: Count
+    static_smem_bytes: Count
     warnings: tuple[str, ...] = ()  # C75xx and C76xx lines of the log
 
     def to_dict(self) -> dict:
@@ -52,6 +57,25 @@ class Cubin:
     nvrtc: str  # "13.0"
     log: str
     resources: Resources
+
+
+def check_image(image: bytes) -> None:
+    """BadFile unless this is a 64-bit ELF file whose tables and sections lie inside it.
+
+    The driver takes an address without a length and reads what the headers say, so a short image would make it read
+    past the end.
+    """
+    if len(image) < _ELF_HEADER.size or image[:5] != b"\x7fELF\x02":
+        raise BadFile("is no 64-bit ELF file", allowed="a cubin")
+    header = _ELF_HEADER.unpack_from(image)
+    for (start, size, count), kind in ((header[5], *header[9:11]), _ELF_SEGMENT), ((header[6], *header[11:13]),
+                                                                                  _ELF_SECTION):
+        if count and (size != kind.size or start + size * count > len(image)):
+            raise BadFile("has an ELF table that does not lie inside it", allowed="a whole cubin")
+        for row in kind.iter_unpack(image[start:start + size * count]):
+            offset, length = (row[4], row[5]) if kind is _ELF_SECTION else (row[2], row[5])
+            if not (kind is _ELF_SECTION and row[1] == _NOBITS) and offset + length > len(image):
+                raise BadFile("has an ELF section that does not lie inside it", allowed="a whole cubin")
 
 
 def read_resources(image: bytes, log: str, entry: str) -> Resources:

@@ -25,7 +25,7 @@ from flashgen.codegen.spec_expr import SINK, changed
 from flashgen.codegen.spec_fields import rows
 from flashgen.codegen.target import TARGETS
 from flashgen.codegen.tiles import KINDS, find_tile
-from flashgen.errors import UnsupportedError
+from flashgen.errors import BundleError, UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.bundle import Bundle
 from flashgen.runtime.driver import device_facts
@@ -98,7 +98,7 @@ class Registry:
     def _search_path(self) -> list[Bundle]:
         if self._bundles is None:
             paths = os.environ.get("FLASHGEN_BUNDLE_PATH", "").split(os.pathsep)
-            self._bundles = [Bundle.load(path) for path in paths if path]
+            self._bundles = [_from_search_path(path) for path in paths if path]
         return self._bundles
 
     def spec_handle(self, spec: str | Path | Spec | Variant | None) -> str:
@@ -206,6 +206,14 @@ class Registry:
 
 
 registry = Registry()
+
+
+def _from_search_path(path: str) -> Bundle:
+    try:
+        return Bundle.load(path)
+    except BundleError as err:
+        raise BundleError(err.what, where=f"{err.where}, which FLASHGEN_BUNDLE_PATH names", allowed=err.allowed,
+                          next=f"{err.next}; or take it off FLASHGEN_BUNDLE_PATH") from err
 
 
 def archs_for(cc: int) -> list[str]:

@@ -8,21 +8,22 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from flashgen.codegen.plan import Plan
+from flashgen.files import Arch, Name
 
 # Spec fields that only variants which they change have (spec_fields.EXTRA; bundles are read without the generator).
 EXTRA = ("mask", "params", "align", "sink", "normalize")
 
 
 class Selector(NamedTuple):
-    arch: str
-    family: str
-    pass_: str
-    dtype: str
+    arch: Arch
+    family: Name
+    pass_: Name
+    dtype: Name
     head_dim_qk: int
     head_dim_v: int
     causal: bool
     window: bool
-    kv_layout: str
+    kv_layout: Name
     page_size: int | None
     score: str
     lse: bool

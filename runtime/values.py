@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.plan import CTYPES, Plan
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from flashgen.errors import PlanError, UnsupportedError
 from flashgen.runtime.split import Cutting, Parts, cut_launch, sections
@@ -20,7 +20,7 @@ MAX_GRID_X = 2**31 - 1
 
 def pointer_names(plan: Plan) -> list[str]:
     """The parameters that are pointers, in the plan's order."""
-    return [p.name for p in plan.params if CTYPES[p.ctype].code == "Q"]
+    return plan.pointers
 
 
 def is_persistent(plan: Plan) -> bool:

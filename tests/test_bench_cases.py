@@ -1,6 +1,8 @@
 """Cases of the benchmarks: grids, arithmetic, and the variants that serve them. No GPU."""
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flashgen.codegen.mask import visible_pairs
@@ -21,6 +23,17 @@ def test_default_grid_is_what_the_docs_compare() -> None:
         assert case.batch * case.seqlen_q == 16384 and case.num_heads_q * case.head_dim_qk == 2048
         assert variants_for(case, SPECS, ["sm_90a", "sm_90"], SMS)
     assert cases[0].label == "D64 H32 B8 S2048 full"
+
+
+@pytest.mark.parametrize(("data", "words"), [  # B134
+    (b"{batch: \xff}", "is not UTF-8"), (b"[" * 100_000, "is not YAML"), (b"{date: 2026-13-45}", "is not YAML"),
+    (b"{a: [}", "is not YAML")])
+def test_a_damaged_grid_is_an_error_of_the_spec(data: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_bytes(data)
+    with pytest.raises(SpecError, match=words) as caught:
+        load_grid(str(path))
+    assert caught.value.where == str(path)
 
 
 def test_inline_grid_multiplies() -> None:

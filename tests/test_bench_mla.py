@@ -41,6 +41,20 @@ MARKS = json.loads((ROOT / "benchmarks" / "marks" / "flashmla_h200.json").read_t
 CASES = load_cases(default_grid("flashmla", "decode"))
 
 
+@pytest.mark.parametrize(("changes", "words"), [  # B134
+    ({"rows": {}}, "`rows` is an object"), ({"date": 5}, "`date` is 5"), ({"dtype": "fp8"}, '`dtype` is "fp8"'),
+    ({"rows": [{**MARKS["rows"][0], "ms": 0}]}, "`rows\\[0\\].ms` is 0"), (None, "is not JSON")])
+def test_a_damaged_file_of_marks_is_an_error_with_the_field(
+        changes: dict[str, Any] | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "benchmarks" / "marks" / "flashmla_h200.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("" if changes is None else json.dumps({**MARKS, **changes}))
+    monkeypatch.setattr(bench_mla, "ROOT", tmp_path)
+    with pytest.raises(SpecError, match=rf"flashmla_h200\.json:? {words}") as caught:
+        marks_for("NVIDIA H200")
+    assert caught.value.where == str(path) and caught.value.allowed
+
+
 def test_the_grid_holds_every_mark_and_what_crashed_there() -> None:
     source, marks = marks_for("NVIDIA H200")
     assert len(marks) == len(MARKS["rows"]) == 67 and source.startswith("flashmla_h200.json")
