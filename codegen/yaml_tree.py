@@ -50,6 +50,17 @@ def read_yaml(path: Path) -> tuple[Node, list[SpecError]]:
     Raises SpecError where there is no tree, and FileNotFoundError, since only the caller knows what else there is.
     """
     where = show_path(path)
+    root = _compose(read_text(path), where)
+    if root is None:
+        raise SpecError("file is empty", where=f"{where}:1:1", allowed="a mapping of spec fields")
+    reader = _YamlReader(where)
+    return reader.node(root, 0), reader.problems
+
+
+def read_text(path: Path) -> str:
+    """The text of a YAML file that somebody wrote by hand. Raises SpecError where it cannot be read, is longer than
+    MAX_FILE_BYTES, as a device is, or is not UTF-8; FileNotFoundError where there is none."""
+    where = show_path(path)
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
@@ -60,11 +71,7 @@ def read_yaml(path: Path) -> tuple[Node, list[SpecError]]:
                         allowed="a readable YAML file") from None
     if len(raw) > MAX_FILE_BYTES:
         raise SpecError("file too large for a spec", where=where, allowed=f"at most {MAX_FILE_BYTES} bytes")
-    root = _compose(_decode(raw, where), where)
-    if root is None:
-        raise SpecError("file is empty", where=f"{where}:1:1", allowed="a mapping of spec fields")
-    reader = _YamlReader(where)
-    return reader.node(root, 0), reader.problems
+    return _decode(raw, where)
 
 
 def _decode(raw: bytes, where: str) -> str:

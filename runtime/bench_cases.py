@@ -14,7 +14,6 @@ from flashgen.codegen.lower import lower
 from flashgen.codegen.mask import visible_pairs
 from flashgen.codegen.tiles import KINDS
 from flashgen.errors import SpecError, UnsupportedError
-from flashgen.files import BadFile, text_of
 from flashgen.runtime.split import best_twin
 from flashgen.runtime.values import cutting_of
 
@@ -126,20 +125,19 @@ def combinations(grid: str, keys: Sequence[str]) -> tuple[str, list[dict[str, An
 
 
 def read_grid(grid: str) -> tuple[object, str]:
-    """(what the YAML says, where that is)."""
+    """(what the YAML says, where that is). SpecError where it cannot be read or is no YAML."""
     import yaml
+
+    from flashgen.codegen.yaml_tree import read_text
 
     where = "--problem-grid" if is_inline(grid) else grid
     try:
-        # Not files.read_file: a grid may come through a pipe.
-        return yaml.safe_load(grid if is_inline(grid) else text_of(Path(grid).read_bytes())), where
-    except BadFile as err:
-        raise SpecError(err.of("the grid"), where=where, allowed=err.allowed) from err
-    except OSError as err:
-        raise SpecError(f"cannot be read ({err.strerror})", where=where, allowed="a YAML file, or {key: value, ...}",
+        return yaml.safe_load(grid if is_inline(grid) else read_text(Path(grid))), where
+    except FileNotFoundError as err:
+        raise SpecError("no such file", where=where, allowed="a YAML file, or {key: value, ...}",
                         next="benchmarks/grids holds examples") from err
-    except (yaml.YAMLError, RecursionError, ValueError) as err:  # what PyYAML lets through, as of dates and deep lists
-        raise SpecError(f"is not YAML: {err}", where=where) from err
+    except (yaml.YAMLError, RecursionError, ValueError) as err:  # a date such as 2024-99-99 is a ValueError
+        raise SpecError(f"is not YAML: {str(err) or type(err).__name__}", where=where) from err
 
 
 def cases_of(products: Sequence[object], where: str) -> tuple[Case, ...]:

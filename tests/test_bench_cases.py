@@ -57,7 +57,7 @@ def test_inline_grid_multiplies() -> None:
     ("[]", "no mapping"), ("[{batch: 1}, 3]", "no mapping"), ("{lengths: 5}", "lengths is 5"),
     ("{lengths: [0, 0]}", "lengths is [0, 0]"), ("{lengths: [[1, 2], [3, -1]]}", "lengths is [3, -1]"),
     ("{lengths: [1, 2], batch: 2, num_heads_q: 1, head_dim_qk: 64}", "both lengths and batch"),
-    ("{batch: [}", "not YAML"), ("no/such/file.yaml", "cannot be read"),
+    ("{batch: [}", "not YAML"), ("no/such/file.yaml", "no such file"),
 ])
 def test_grid_errors(grid: str, words: str) -> None:
     with pytest.raises(SpecError) as caught:
