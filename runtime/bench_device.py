@@ -61,9 +61,9 @@ class CudaDevice:
         `data`: one of bench.DATA."""
         if not torch.cuda.is_available():
             raise EnvironmentError_(
-                "bench times kernels, and torch sees no CUDA device", where="torch.cuda.is_available()",
+                "kernels are timed on a GPU, and torch sees no CUDA device", where="torch.cuda.is_available()",
                 allowed="a CUDA device with its driver, and a torch built with CUDA",
-                nearest="flashgen explain gives the roofline without a GPU", next="flashgen doctor")
+                nearest="flashgen explain and flashgen tune --dry-run give the model's figures", next="flashgen doctor")
         if timer not in TIMERS:
             raise UnsupportedError(f"timer {timer}", where="--timer", allowed=", ".join(TIMERS))
         if data not in DATA:

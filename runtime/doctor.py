@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,16 +67,27 @@ class Report:
         return "\n".join([*lines, "", f"build kernels: {'yes' if build else 'no'}", f"run kernels:   {run_text}"])
 
 
-def examine() -> Report:
-    """Every probe, none of which can stop the others."""
-    findings: list[Finding] = []
-    for name, probe in PROBES.items():
-        try:
-            findings += probe()
-        except Exception as err:
-            findings.append(Finding(name, "fail", f"the check itself failed: {type(err).__name__}: {err}",
-                                    "report it with this line"))
+def examine(progress: Callable[[int, str], None] = lambda done, what: None) -> Report:
+    """Every probe, none of which can stop the others. Those that ask a child process wait for it side by side.
+
+    `progress(probes done, the one that is waited for)` is called before each answer.
+    """
+    with ThreadPoolExecutor(len(ASKING)) as pool:
+        asked = {name: pool.submit(_findings, name) for name in ASKING}
+        here = {name: _findings(name) for name in PROBES if name not in ASKING}
+        findings: list[Finding] = []
+        for done, name in enumerate(PROBES):
+            progress(done, name)
+            findings += asked[name].result() if name in asked else here[name]
     return Report(tuple(findings))
+
+
+def _findings(name: str) -> list[Finding]:
+    try:
+        return list(PROBES[name]())
+    except Exception as err:
+        return [Finding(name, "fail", f"the check itself failed: {type(err).__name__}: {err}",
+                        "report it with this line")]
 
 
 def _python() -> Iterator[Finding]:
@@ -195,7 +207,8 @@ def _driver() -> Iterator[Finding]:
 
 
 def _torch() -> Iterator[Finding]:
-    found = _ask("torch")
+    installed = importlib.util.find_spec("torch") is not None
+    found = _ask("torch") if installed else {"error": "not installed", "next": ""}
     if "error" in found:
         yield Finding("torch", "fail", found["error"], "pip install torch; building needs none", "run")
     elif found["cuda"] is None:
@@ -211,6 +224,7 @@ def _torch() -> Iterator[Finding]:
 PROBES: dict[str, Callable[[], Iterator[Finding]]] = {
     "python": _python, "packages": _packages, "nvrtc": _compiler, "specs": _specs, "cache": _cache,
     "bundles": _bundles, "driver": _driver, "torch": _torch}
+ASKING = ("nvrtc", "driver", "torch")  # torch takes most of the time: 5 to 9 s of a cold import
 
 
 # -- what is asked in a child process

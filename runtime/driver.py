@@ -38,6 +38,20 @@ def check(result: tuple, doing: str = "") -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def need_device(purpose: str, nearest: str) -> None:
+    """EnvironmentError_ unless the driver starts and has a device; `purpose` begins its text.
+
+    Commands ask this before they import torch, which takes seconds.
+    """
+    try:
+        trouble = "" if check(api().cuDeviceGetCount()) else "the driver sees none"
+    except EnvironmentError_ as err:
+        trouble = err.what
+    if trouble:
+        raise EnvironmentError_(f"{purpose}, and there is no CUDA device: {trouble}", nearest=nearest,
+                                allowed="a CUDA device with its driver", next="flashgen doctor")
+
+
 @dataclass(frozen=True)
 class DeviceFacts:
     index: int

@@ -49,8 +49,9 @@ def verify_spec(specs: Iterable[Spec], *, seed: int = 0, problems: Sequence[Prob
     With `emulate`, check all of them on the CPU, each on fewer blocks and under every policy of the emulator.
 
     `problems` replaces the edge problems that are built from each variant's tiles (the identities are then left out).
-    `progress(done, total, variant)` is called before each variant and once at the end. `path` is the spec file for the
-    rerun command. Raises EnvironmentError_ without a CUDA device, UnsupportedError if no spec is for this device.
+    `progress(variants done, of how many, what)` is called before each variant, after each check, and at the end. `path`
+    is the spec file for the rerun command. Raises EnvironmentError_ without a CUDA device, UnsupportedError if no spec
+    is for this device.
     """
     specs = list(specs)
     device, cc = ("cpu", 0) if emulate else current_device()
@@ -60,12 +61,13 @@ def verify_spec(specs: Iterable[Spec], *, seed: int = 0, problems: Sequence[Prob
                                allowed=", ".join(sorted({spec.arch for spec in specs})) or "an empty list of specs",
                                nearest=", ".join(name for name, target in TARGETS.items() if target.runs_on(cc)))
     results: list[Result] = []
+    tell = progress or (lambda done, total, what: None)
     for done, spec in enumerate(chosen):
-        if progress:
-            progress(done, len(chosen), spec.variant)
-        results += _verify_variant(Subject(spec, device, seed, path, emulate), problems)
-    if progress:
-        progress(len(chosen), len(chosen), "")
+        tell(done, len(chosen), spec.variant)
+        for checks, result in enumerate(_verify_variant(Subject(spec, device, seed, path, emulate), problems), 1):
+            results.append(result)
+            tell(done, len(chosen), f"{spec.variant}, {checks} checks done")
+    tell(len(chosen), len(chosen), "")
     return results
 
 

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from flashgen.cli import bench as cli
 from flashgen.cli.app import app
 from flashgen.codegen.spec import Spec, load_specs, spec_path
 from flashgen.errors import UnsupportedError
-from flashgen.runtime import bench, bench_device
+from flashgen.runtime import bench, bench_device, driver
 from flashgen.runtime.bench import (
     CALLS_PER_GRAPH,
     OURS,
@@ -218,10 +219,15 @@ def test_results_are_replaced_as_a_whole(tmp_path: Path) -> None:
     assert path == tmp_path / "h200" / "fa2-fwd.json" and json.loads(path.read_text())["rows"] == [4]
 
 
+def on_a_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_device, "CudaDevice", FakeDevice)
+    monkeypatch.setattr(driver, "need_device", lambda purpose, nearest: None)
+    monkeypatch.setattr(cli, "ALL_PEERS", "a,b,c")
+
+
 def test_command_writes_json_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(bench_device, "CudaDevice", FakeDevice)
-    monkeypatch.setattr(bench_device, "PEERS", dict.fromkeys("abc"))
+    on_a_fake_device(monkeypatch)
     arguments = ["bench", "fa2_fwd", "--peers", "a,b,c", "--problem-grid", GRID, "-o", str(tmp_path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -237,8 +243,7 @@ def test_command_writes_json_and_a_picture(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_command_with_data_and_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_device, "CudaDevice", FakeDevice)
-    monkeypatch.setattr(bench_device, "PEERS", dict.fromkeys("abc"))
+    on_a_fake_device(monkeypatch)
     arguments = ["bench", "fa2_fwd", "fa2_fwd_d192_v128", "--peers", "", "--problem-grid", GRID, "-o", str(tmp_path)]
     for more, environment in ((["--commit", "abc"], {}), ([], {"FLASHGEN_COMMIT": "abc"})):
         result = CliRunner().invoke(app, [*arguments, "--data", "growing", *more], env=environment)
@@ -249,8 +254,7 @@ def test_command_with_data_and_a_commit(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_without_matplotlib_the_figures_are_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_device, "CudaDevice", FakeDevice)
-    monkeypatch.setattr(bench_device, "PEERS", dict.fromkeys("abc"))
+    on_a_fake_device(monkeypatch)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     result = CliRunner().invoke(app, ["bench", "fa2_fwd", "--peers", "a", "--problem-grid", GRID, "-o", str(tmp_path)])
     assert result.exit_code == 0 and "pip install flashgen[plots]" in result.stdout

@@ -25,7 +25,7 @@ from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec import Spec, load_specs, spec_path
 from flashgen.codegen.tiles import TileRow
 from flashgen.errors import CompileError, EnvironmentError_, UnsupportedError, VerifyError
-from flashgen.runtime import bench_device, tune_write
+from flashgen.runtime import bench_device, driver, tune_write
 from flashgen.runtime import tune as runner
 from flashgen.runtime.bench import WARMUP_ROUNDS, Call, Run
 from flashgen.runtime.bench_cases import Case
@@ -288,6 +288,7 @@ def test_without_a_gpu_it_names_the_dry_run() -> None:
 def on_a_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
     tune = functools.partial(runner.tune, build=all_build, check=right)
     monkeypatch.setattr(bench_device, "CudaDevice", lambda: FakeDevice(by_keys))
+    monkeypatch.setattr(driver, "need_device", lambda purpose, nearest: None)
     monkeypatch.setattr(runner, "tune", tune)
     monkeypatch.setattr(runner, "build", all_build)
 

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashgen.cli.common import Archs, Output, Table, Variants, command, progress, select
+from flashgen.cli.common import Archs, Output, Table, Variants, command, select
+from flashgen.cli.progress import loading_torch, progress
 from flashgen.errors import EnvironmentError_, SpecError, UnsupportedError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
 
-ALL_PEERS = "sdpa-fa2,sdpa-cudnn,flex,fa3,fa3-split,torch-varlen"
+ALL_PEERS = "sdpa-fa2,sdpa-cudnn,flex,fa3,fa3-split,torch-varlen"  # bench_device.PEERS, which needs torch
+PURPOSE = ("bench times kernels", "flashgen explain gives the roofline without a GPU")
 
 
 def register(app: typer.Typer) -> None:
@@ -41,16 +43,17 @@ def bench(specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC...]",
     """Time kernels against peers on this machine's GPU; write JSON and a picture below DIR/<gpu>.
 
     Decodes are timed beside FlashMLA, and compared with the marks in benchmarks/marks."""
+    from flashgen.runtime.bench_mla import PEERS as MLA_PEERS
+    from flashgen.runtime.driver import need_device
+
     if not specs:
         return _bench_variants(problem_grid, peers, timer, out, rounds=rounds, given_commit=given_commit)
     chosen = select(specs, arch, variant)
-    try:
-        from flashgen.runtime.bench_device import PEERS, CudaDevice
-        from flashgen.runtime.bench_mla import PEERS as MLA_PEERS
-    except ImportError as err:
-        raise EnvironmentError_(f"torch cannot be imported: {err}", next="flashgen doctor") from err
     decodes = chosen[0].family == "flashmla"
-    names = _names(peers, tuple(MLA_PEERS if decodes else PEERS))
+    names = _names(peers, tuple(MLA_PEERS) if decodes else ALL_PEERS.split(","))
+    need_device(*PURPOSE)
+    with loading_torch():
+        from flashgen.runtime.bench_device import CudaDevice
     device = CudaDevice(timer, data)
     if overhead:
         return _overhead(device, out, given_commit)
@@ -120,6 +123,7 @@ def _bench_variants(grid: str | None, peers: str, timer: str, out: Path, **optio
     """A grid that lists variants, each beside FlexAttention and our own built-in masks."""
     from flashgen.runtime.bench import write_results
     from flashgen.runtime.bench_variants import PEERS, bench_variants, has_variants, load_variants, results_stem
+    from flashgen.runtime.driver import need_device
 
     if grid is None or not has_variants(grid):
         raise SpecError("no SPEC, and no grid that lists variants", where="bench",
@@ -127,10 +131,9 @@ def _bench_variants(grid: str | None, peers: str, timer: str, out: Path, **optio
                         nearest="--problem-grid benchmarks/grids/fa3_variants.yaml")
     names = _names(peers, PEERS)
     cases = load_variants(grid)
-    try:
+    need_device(*PURPOSE)
+    with loading_torch():
         from flashgen.runtime.bench_flex import VariantDevice
-    except ImportError as err:
-        raise EnvironmentError_(f"torch cannot be imported: {err}", next="flashgen doctor") from err
     device = VariantDevice(grid, timer)
     with progress("timing", len(cases)) as step:
         results = bench_variants(device, cases, names, timer=timer, progress=step, **options,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashgen.cli.common import Archs, Output, SpecArguments, Table, Variants, command, progress, select
+from flashgen.cli.common import Archs, Output, SpecArguments, Table, Variants, command, select
+from flashgen.cli.progress import progress
 from flashgen.errors import CompileError
 
 if TYPE_CHECKING:

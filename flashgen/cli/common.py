@@ -1,4 +1,4 @@
-"""What the commands share: how they answer, how they pick variants, and their progress bar."""
+"""What the commands share: how they answer, and how they pick variants."""
 from __future__ import annotations
 
 import contextlib
@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
@@ -128,19 +128,3 @@ def _matches(spec: Spec, glob: str) -> bool:
 
 def _near(text: str, words: Sequence[str]) -> str:
     return next(iter(difflib.get_close_matches(text, words, n=1, cutoff=0.3)), "")
-
-
-@contextlib.contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """A bar on standard error where that is a terminal: call the yielded function with (done so far, what)."""
-    if total < 2 or not sys.stderr.isatty():
-        yield lambda done, what: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("{task.fields[what]}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total, what="")
-        yield lambda done, what: bar.update(task, completed=done, what=what)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flashgen.cli.common import Archs, Output, SpecArgument, Variants, command, progress, select
-from flashgen.errors import EnvironmentError_
+from flashgen.cli.common import Archs, Output, SpecArgument, Variants, command, select
+from flashgen.cli.progress import loading_torch, progress
 
 
 def register(app: typer.Typer) -> None:
@@ -27,11 +27,9 @@ def trace(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
     from flashgen.codegen.explain import parse_shape, typical
 
     chosen, sizes = typical(select([spec], arch, variant)), parse_shape(problem)
-    try:
+    with loading_torch():
         from flashgen.runtime.emulator.trace import KINDS, timeline
         from flashgen.runtime.emulator.trace_draw import write
-    except ImportError as err:
-        raise EnvironmentError_(f"torch cannot be imported: {err}", next="flashgen doctor") from err
     with progress("tracing", 2) as step:
         step(0, f"running {chosen.variant} on the emulator")
         made = timeline(chosen, sizes, block)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashgen.cli.common import Archs, Output, SpecArgument, Table, Variants, command, progress, select
-from flashgen.errors import EnvironmentError_, UnsupportedError, VerifyError
+from flashgen.cli.common import Archs, Output, SpecArgument, Table, Variants, command, select
+from flashgen.cli.progress import loading_torch, progress
+from flashgen.errors import UnsupportedError, VerifyError
 
 if TYPE_CHECKING:
     from flashgen.codegen.candidates import Candidates, Dropped
@@ -68,17 +69,12 @@ def _check_write(write: tuple[str, Path], dry_run: bool) -> None:
 
 
 def _device() -> Any:
-    try:
+    from flashgen.runtime.driver import need_device
+
+    need_device("tune times kernels", "--dry-run lists the candidates with the model's figures")
+    with loading_torch():
         from flashgen.runtime.bench_device import CudaDevice
-    except ImportError as err:
-        raise EnvironmentError_(f"torch cannot be imported: {err}", nearest="--dry-run",
-                                next="flashgen doctor") from err
-    try:
-        return CudaDevice()
-    except EnvironmentError_ as err:
-        raise EnvironmentError_("tune times kernels, and torch sees no CUDA device", where=err.where,
-                                allowed=err.allowed, next=err.next,
-                                nearest="--dry-run lists the candidates with the model's figures") from err
+    return CudaDevice()
 
 
 def _candidates(specs: Sequence[Spec], archs: Sequence[str] | None, problems: list[str] | None, limit: int | None

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashgen.cli.common import Archs, Output, SpecArgument, Table, Variants, command, progress, select
-from flashgen.errors import EnvironmentError_, VerifyError
+from flashgen.cli.common import Archs, Output, SpecArgument, Table, Variants, command, select
+from flashgen.cli.progress import loading_torch, progress
+from flashgen.errors import VerifyError
 
 if TYPE_CHECKING:
     from flashgen.runtime.verify import Result
@@ -28,10 +29,12 @@ def verify(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
                "--seeds", metavar="N", min=1, help="How many seeds, from --seed on.")] = 1) -> Output:
     """Check every variant for this machine's GPU against an fp64 reference. Exit code 7 if one fails."""
     specs = select([spec], arch, variant)
-    try:
+    if not emulate:
+        from flashgen.runtime.driver import need_device
+
+        need_device("verify runs kernels", "--emulate runs them on the CPU")
+    with loading_torch():
         from flashgen.runtime.verify import verify_spec
-    except ImportError as err:
-        raise EnvironmentError_(f"torch cannot be imported: {err}", next="flashgen doctor") from err
     results: list[Result] = []
     for one in range(seed, seed + seeds):
         with progress(f"verifying, seed {one}", len(specs)) as step:
