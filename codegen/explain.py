@@ -264,6 +264,9 @@ def _roofline(work: Work, traffic: Traffic, device: Device, wgmma: bool) -> Roof
                     flops_per_ms / bytes_per_ms, from_l2 / traffic.kv if traffic.kv else 0.0, work.flops / (ms * 1e9))
 
 
+MAX_SIZE = 2**31 - 1  # kernels take sizes as 32-bit integers
+
+
 def parse_shape(text: str) -> dict[str, Any]:
     """`batch=2 seqlen_q=8192 window=1024,0` as keywords of `explain`. UnsupportedError for anything else."""
     found: dict[str, Any] = {}
@@ -273,9 +276,11 @@ def parse_shape(text: str) -> dict[str, Any]:
             numbers = tuple(int(part) for part in value.split(","))
         except ValueError:
             equals = ""
-        if not equals or name in found:
-            raise UnsupportedError(f"{word!r}" + (" gives its size again" if name in found else ""), where="problem",
-                                   allowed="name=number once per size, and window=left,right",
+        large = equals and max(map(abs, numbers)) > MAX_SIZE
+        if not equals or name in found or large:
+            what = " gives its size again" if name in found else " is too large" if large else ""
+            raise UnsupportedError(f"{word!r}{what}", where="problem",
+                                   allowed=f"name=number once per size, at most {MAX_SIZE}, and window=left,right",
                                    nearest="batch=2 seqlen_q=8192")
         found[name] = numbers if len(numbers) > 1 else numbers[0]
     return found

@@ -14,4 +14,6 @@ def main() -> None:
         from flashgen.runtime.doctor import main as doctor
 
         sys.exit(doctor(sys.argv[2:]))
+    except KeyboardInterrupt:  # while modules load; later a command hears it
+        sys.exit(130)
     run()

@@ -1,6 +1,7 @@
 """`flashgen cache`: ls, prune, clear."""
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ def prune(max_mb: Annotated[float | None, typer.Option("--max-mb", min=0, metava
     The emulator's objects stay: `clear` deletes them.
     """
     cache = _cache()
-    removed = cache.prune(max_bytes=None if max_mb is None else int(max_mb * MB),
+    removed = cache.prune(max_bytes=None if max_mb is None else int(min(max_mb * MB, sys.maxsize)),
                           max_age_s=None if max_days is None else max_days * DAY_S)
     return Output(_data(cache, removed), [_summary(cache, removed, "deleted ")])
 

@@ -60,9 +60,9 @@ def draw(found: Check, path: Path) -> Path:
     axes.set(xlabel="keys", ylabel="queries")
     axes.set_title(f"{found.spec.name}: {tiles.visited} of {tiles.total} tiles, {tiles.count(1)} masked", fontsize=9)
     try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as err:  # no such folder; a format that it does not know
-        raise EnvironmentError_(f"cannot be written ({err})", where=str(path)) from err
+        figure.savefig(path, dpi=150, format="png")  # to this very file, whatever its name ends in
+    except OSError as err:
+        raise EnvironmentError_(f"cannot be written ({err.strerror})", where=str(path)) from err
     return path
 
 

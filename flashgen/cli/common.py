@@ -1,4 +1,4 @@
-"""What the commands share: how they answer, and how they pick variants."""
+"""What the commands share: how they answer, how they end, and how they pick variants."""
 from __future__ import annotations
 
 import contextlib
@@ -6,8 +6,9 @@ import difflib
 import functools
 import inspect
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashgen.codegen.target import TARGETS
-from flashgen.errors import FlashgenError, SpecError
+from flashgen.errors import EnvironmentError_, FlashgenError, SpecError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
@@ -66,8 +67,15 @@ class Output:
     exit_code: int = 0
 
 
+INTERRUPTED, READER_LEFT = 130, 141  # exit codes, as shells give them for the signals SIGINT and SIGPIPE
+
+
 def command(app: typer.Typer, function: Callable[..., Output], name: str | None = None) -> None:
-    """Add `function` to `app` as a command that takes --json and turns a FlashgenError into its exit code."""
+    """Add `function` to `app` as a command that takes --json and turns a FlashgenError into its exit code.
+
+    An OSError that no check foresaw (a full disk, a name that is too long) is told in the same shape. Other exceptions
+    are faults of flashgen, and keep their traceback.
+    """
     @functools.wraps(function)
     def run(*arguments: Any, as_json: bool, **options: Any) -> None:
         try:
@@ -75,18 +83,18 @@ def command(app: typer.Typer, function: Callable[..., Output], name: str | None 
             with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
                 output = function(*arguments, **options)
         except FlashgenError as error:
+            output = _refusal(error, as_json)
+        except OSError as error:
+            output = _refusal(of_os(error), as_json)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+        with to_stdout():
             if as_json:
-                from flashgen.runtime.build import error_json
-
-                print(json.dumps({"error": error_json(error)}, indent=1))
+                print(json.dumps(output.data, indent=1))
             else:
-                print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(error.exit_code) from None
-        if as_json:
-            print(json.dumps(output.data, indent=1))
-        else:
-            for part in output.parts:
-                print(part) if isinstance(part, str) else part.show()
+                for part in output.parts:
+                    print(part) if isinstance(part, str) else part.show()
         if output.exit_code:
             raise typer.Exit(output.exit_code)
 
@@ -95,6 +103,40 @@ def command(app: typer.Typer, function: Callable[..., Output], name: str | None 
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*signature.parameters.values(), json_option], return_annotation=None)
     app.command(name or function.__name__)(run)
+
+
+def _refusal(error: FlashgenError, as_json: bool) -> Output:
+    """What --json answers with; the text goes to standard error."""
+    from flashgen.runtime.build import error_json
+
+    if not as_json:
+        print(f"error: {error}", file=sys.stderr)
+    return Output({"error": error_json(error)}, [], error.exit_code)
+
+
+def of_os(error: OSError) -> EnvironmentError_:
+    """A refusal by the operating system, in the words of all other errors."""
+    return EnvironmentError_(error.strerror or str(error) or type(error).__name__,
+                             where=", ".join(str(name) for name in (error.filename, error.filename2) if name),
+                             next="flashgen doctor")
+
+
+@contextlib.contextmanager
+def to_stdout() -> Iterator[None]:
+    """Writes what is printed in here at once. The process ends quietly if the reader has left, as `head` does, and
+    with an error if standard output cannot be written."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still in the buffer would fail again when the interpreter ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        if isinstance(error, BrokenPipeError):
+            raise typer.Exit(READER_LEFT) from None
+        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        raise typer.Exit(EnvironmentError_.exit_code) from None
 
 
 def select(files: Sequence[str], archs: Sequence[str] | None = None, variants: Sequence[str] | None = None
