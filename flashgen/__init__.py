@@ -7,6 +7,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flashgen import errors
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
     from flashgen.runtime.ops import attention
     from flashgen.runtime.variant import variant
 
-__all__ = ["MlaSchedule", "Spec", "attention", "block_map", "explain", "load_bundle", "load_specs", "mla_decode",
-           "mla_schedule", "unpack_bits", "variant"]
+__all__ = ["MlaSchedule", "Spec", "attention", "block_map", "errors", "explain", "load_bundle", "load_specs",
+           "mla_decode", "mla_schedule", "unpack_bits", "variant"]
 
 _HOMES = {
     "MlaSchedule": "flashgen.runtime.mla",
