@@ -40,7 +40,7 @@ PATTERNS: dict[str, Callable[[int, str], list[float]]] = {
 
 
 def _columns(scores: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two columns of keys that give these scores to a query (FAR_UP, 1). The second holds what is left of small ones."""
+    """Two columns of keys that give a query (FAR_UP, 1) these scores. The second holds what is left of small ones."""
     exact = torch.tensor(scores, dtype=torch.float64)
     far = (exact / FAR_UP).to(dtype)
     far = torch.where(exact.abs() < 16, torch.zeros_like(far), far)

@@ -33,7 +33,7 @@ def test_a_damaged_grid_is_an_error_of_the_spec(data: bytes, words: str, tmp_pat
     path.write_bytes(data)
     with pytest.raises(SpecError, match=words) as caught:
         load_grid(str(path))
-    assert caught.value.where == str(path)
+    assert caught.value.where.startswith(str(path))  # with line and column where they are known
 
 
 def test_inline_grid_multiplies() -> None:
