@@ -9,7 +9,7 @@ warning, never the kernel.
     <directory>/<key[:2]>/<key>/{kernel.cu, kernel.cubin, plan.json, log.txt, meta.json}
     <directory>/locks/<key>.lock
     <directory>/failed/<variant>.<arch>.cu      the last text NVRTC refused
-    <directory>/emulator/<key>.so               what the emulator compiled; emulator/toolchain.py makes and reads them
+    <directory>/emulator/<key>.so               what the emulator compiled; emulator/objects.py writes and reads them
 """
 from __future__ import annotations
 
@@ -73,15 +73,27 @@ def cache_key(source: Source, plan: Plan) -> str:
 
 
 def default_directory() -> Path | None:
-    """FLASHGEN_CACHE_DIR, else the user's cache folder. None if there is no home to put it in."""
+    """FLASHGEN_CACHE_DIR, else the user's cache folder. None if there is no home to put it in.
+
+    A name that leads nowhere comes back as it is, relative: `directory_trouble` says so.
+    """
     chosen = os.environ.get("FLASHGEN_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        found = os.path.expanduser(chosen)  # Path.expanduser raises for a user that does not exist
+        return Path(found) if found.startswith("~") else _absolute(found)
     if not os.environ.get("XDG_CACHE_HOME") and os.environ.get("HOME", "") in ("", "/"):
         return None
     import platformdirs  # a caller who names a directory does not pay for it
 
     return platformdirs.user_cache_path("flashgen")
+
+
+def _absolute(path: Path | str) -> Path:
+    """`path` from the root; as it is if the current folder is gone."""
+    try:
+        return Path(os.path.abspath(path))
+    except FileNotFoundError:
+        return Path(path)
 
 
 def directory_trouble(path: Path | None) -> str | None:
@@ -92,11 +104,14 @@ def directory_trouble(path: Path | None) -> str | None:
     """
     if path is None:
         return "there is no home directory"
+    if not path.is_absolute():
+        why = "no such user" if str(path).startswith("~") else "the current folder is gone"
+        return f"{path} leads nowhere ({why})"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.stat()
-    except OSError as err:
-        return f"{path} cannot be used ({err.strerror})"
+    except (OSError, ValueError) as err:  # ValueError: a name with a NUL, or one that the file system cannot spell
+        return f"{path} cannot be used ({getattr(err, 'strerror', None) or err})"
     if not trusted(info.st_uid):
         return f"{path} belongs to another user (uid {info.st_uid})"
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -104,12 +119,29 @@ def directory_trouble(path: Path | None) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def held(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold a lock file, or go on without it: it cannot be made, the file system has no locks, or the time is over.
+
+    A lock here only saves work that several would do. The kernel releases it when its holder dies.
+    """
+    import filelock  # a hit does not pay for it
+
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            stack.enter_context(filelock.FileLock(path, timeout=timeout_s, poll_interval=_LOCK_POLL_S))
+        except (OSError, NotImplementedError, RuntimeError):  # filelock.Timeout is an OSError
+            pass  # RuntimeError: this thread holds it already, and a signal came in between
+        yield
+
+
 class Cache:
     """Kernels by key: in memory, then in `directory`, else compiled. Safe among threads and processes."""
 
     def __init__(self, directory: Path | str | None = None) -> None:
         """`directory` defaults to FLASHGEN_CACHE_DIR, then to the user's cache folder. Touches no file yet."""
-        self._asked = Path(directory).absolute() if directory is not None else default_directory()
+        self._asked = _absolute(directory) if directory is not None else default_directory()
         self._memory: dict[str, Entry] = {}
         self._warned = False
 
@@ -213,22 +245,9 @@ class Cache:
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
-        """Hold the key's lock, or go on without it: no directory, a file system without locks, or the timeout.
-
-        The kernel releases it when its holder dies.
-        """
-        if self.directory is None:
-            yield
-            return
-        import filelock  # a hit does not pay for it
-
-        path = self.directory / "locks" / f"{key}.lock"
-        with contextlib.ExitStack() as stack:
-            try:
-                path.parent.mkdir(mode=0o700, exist_ok=True)
-                stack.enter_context(filelock.FileLock(path, timeout=LOCK_TIMEOUT_S, poll_interval=_LOCK_POLL_S))
-            except (OSError, NotImplementedError):  # filelock.Timeout is an OSError
-                pass
+        """Hold the key's lock if it can be had: `held`."""
+        with held(self.directory / "locks" / f"{key}.lock", LOCK_TIMEOUT_S) if self.directory else (
+                contextlib.nullcontext()):
             yield
 
     def _publish(self, entry: Entry) -> Path | None:
@@ -304,8 +323,8 @@ class Cache:
         self._reap(0.0)
         if self.directory:
             rest = [path for pattern in ("locks/*.lock", "failed/*.cu") for path in self.directory.glob(pattern)]
-            # With an object goes its lock, and what a compiler that died left in its place.
-            for path in [*rest, *self._emulator_files(r"\.so|\.so\.lock|\.\d+")]:
+            # With an object goes its lock, and what a process that died left beside it.
+            for path in [*rest, *self._emulator_files(r"\.so|\.so\.lock|\.\w+")]:
                 with contextlib.suppress(OSError):
                     path.unlink()
         return removed

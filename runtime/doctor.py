@@ -147,8 +147,8 @@ def _cache() -> Iterator[Finding]:
 
     advice = "set FLASHGEN_CACHE_DIR to a directory that you alone can write; until then kernels live in memory"
     path = default_directory()
-    if path is not None and not path.exists():
-        parent = next(p for p in path.parents if p.exists())
+    if path is not None and path.is_absolute() and not os.path.exists(path):
+        parent = next(p for p in path.parents if os.path.exists(p))
         fine = os.access(parent, os.W_OK)
         yield Finding("cache", "ok" if fine else "warn", f"{path}, " + (
             "made by the first build" if fine else f"cannot be made: {parent} is not writable"), "" if fine else advice)

@@ -24,6 +24,7 @@ from flashgen.codegen.plan import Constant, Plan
 from flashgen.codegen.source import Source
 from flashgen.errors import CompileError, UnsupportedError
 from flashgen.runtime import cache as module
+from flashgen.runtime import doctor
 from flashgen.runtime.cache import Cache, cache_key
 from flashgen.runtime.emulator import toolchain
 from flashgen.runtime.entry import FILES, META, Entry
@@ -388,6 +389,27 @@ def test_without_a_home_kernels_stay_in_memory_and_the_variable_wins(
         assert Cache().get_or_build(*tiny()).path == entries(tmp_path / "c")[0]
 
 
+@pytest.mark.parametrize(("name", "trouble"), [
+    ("~nosuchuser/x", "no such user"), ("~nosuchuser", "no such user"), ("x" * 300, "too long")])
+def test_a_name_that_leads_nowhere_costs_one_warning(name: str, trouble: str, tmp_path: Path,  # B135
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", name)
+    served_from_memory(Cache(), trouble)
+    assert not list(tmp_path.iterdir())
+    if name.startswith("~"):
+        assert trouble in next(iter(doctor._cache())).detail
+
+
+def test_a_relative_name_needs_a_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # B135
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", "c")
+    served_from_memory(Cache(), "current folder is gone")
+    served_from_memory(Cache("c"), "current folder is gone")
+
+
 def test_the_default_directory_is_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHGEN_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -526,7 +548,7 @@ def test_the_emulators_objects_are_counted_and_cleared(tmp_path: Path, monkeypat
 
     folder, outside = tmp_path / "c" / "emulator", tmp_path / "outside.so"
     kept = [outside, folder / "mine.so", folder / ("a" * 64), folder / ("c" * 64 + ".so")]
-    spare = [folder / ("a" * 64 + ending) for ending in (".1234", ".so.lock")]
+    spare = [folder / ("a" * 64 + ending) for ending in (".1234", ".x1_y2z3w", ".so.lock")]
     for path in (*kept[:3], *spare):
         path.write_bytes(b"kept")
     kept[3].symlink_to(outside)
