@@ -88,8 +88,7 @@ def build_specs(specs: Sequence[Spec], cache: Cache | None = None, jobs: int | N
 
     What is wrong with a single spec (it does not lower, does not compile, its worker dies) is the `error` of its
     result. `jobs` worker processes at most, by default as many as there are CPUs and memory for. With keep_going
-    False the first failure stops the rest. `progress` is called in this thread. Other threads must not be in NVRTC,
-    whose locks the workers would inherit. Raises EnvironmentError_ without NVRTC.
+    False the first failure stops the rest. `progress` is called in this thread. Raises EnvironmentError_ without NVRTC.
     """
     cache = cache if cache is not None else Cache()
     report, misses = _Report(len(specs), progress), {}

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,10 +11,25 @@ from typing import Any
 
 from flashgen.errors import DriverError, EnvironmentError_
 
+_used_before_fork = False
+
+
+def _in_child() -> None:
+    global _used_before_fork
+    _used_before_fork = _used_before_fork or api.cache_info().currsize > 0
+    api.cache_clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
 
 @functools.cache
 def api() -> ModuleType:
-    """cuda.bindings.driver, initialised. EnvironmentError_ says what the machine lacks."""
+    """cuda.bindings.driver, initialised. EnvironmentError_ says what the machine lacks, or that a fork has no CUDA."""
+    if _used_before_fork:
+        raise EnvironmentError_("this process was forked after CUDA was used, and no CUDA context survives a fork",
+                                allowed="CUDA in the process that first used it, or in one that shares nothing with it",
+                                next='multiprocessing.get_context("spawn"), or fork before the first call')
     try:
         from cuda.bindings import driver  # type: ignore[import-untyped]
     except ImportError as err:

@@ -83,8 +83,14 @@ class Registry:
         self._open: dict[str, Variant] = {}  # whose specs follow from the call
         self._kernels: dict[tuple[Wanted, int], Kernel | EmulatedKernel] = {}
         self._params: dict[str, tuple[Param, ...]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler that calls a kernel may come while one is being found
         self.generation = 0  # changes when what was memoised elsewhere may no longer be the first choice
+
+    def in_child(self) -> None:
+        """In a fork: a thread that does not exist here may have held the lock, and no CUDA context came along."""
+        self._lock = threading.RLock()
+        self._kernels = {key: kernel for key, kernel in self._kernels.items() if key[1] == EMULATED}
+        self.generation += 1
 
     def load_bundle(self, directory: str | Path) -> Bundle:
         """Serve the kernels of a bundle from now on, before older bundles. BundleError if it is damaged."""
@@ -206,6 +212,7 @@ class Registry:
 
 
 registry = Registry()
+os.register_at_fork(after_in_child=lambda: registry.in_child())
 
 
 def _from_search_path(path: str) -> Bundle:

@@ -17,6 +17,7 @@ from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
 from flashgen.runtime import checks, ops
 from flashgen.runtime.counters import CountingLauncher, counters_of
+from flashgen.runtime.driver import api
 from flashgen.runtime.kernel import Kernel, Launcher
 from flashgen.runtime.lookup import EMULATED, Wanted, registry
 from flashgen.runtime.mla_checks import (
@@ -241,6 +242,7 @@ def _rows_shape(values: dict[str, Any]) -> tuple[int, int]:
 def _kernel(wanted: Wanted, device: torch.device) -> Kernel | EmulatedKernel:
     if device.type == "cpu":
         return registry.kernel(wanted, EMULATED)
+    api()  # refuses a fork by name, before torch and the driver meet it
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes this thread's context torch's
         return registry.kernel(wanted, device.index)

@@ -1,14 +1,18 @@
 """Source -> Cubin through NVRTC, in this process. Needs no GPU, driver, nvcc or header file.
 
-The bindings release the GIL while NVRTC works, so threads compile in parallel. What NVRTC lets pass but flashgen
+The bindings release the GIL while NVRTC works, so threads compile in parallel. A fork of this process waits for them:
+NVRTC's locks would be held for ever in the child. What NVRTC lets pass but flashgen
 does not (spills, serialised wgmma, an ignored setmaxnreg) is a CompileError here.
 """
 from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -80,7 +84,17 @@ def compile_source(source: Source, *, plan: Plan) -> Cubin:
     plan.allowed_spill_bytes or draws a C75xx / C76xx line. Raises EnvironmentError_ without NVRTC.
     """
     _check_arch(source, plan)
-    api, options = _api(), compile_options(source)
+    options = compile_options(source)
+    with _no_fork():
+        image, log = _compile(source, plan, options)
+    resources = read_resources(image, log, source.entry)
+    _check_resources(resources, source, plan, log)
+    return Cubin(image, options, version_text(), log, resources)
+
+
+def _compile(source: Source, plan: Plan, options: tuple[str, ...]) -> tuple[bytes, str]:
+    """(cubin, what the compiler said)."""
+    api = _api()
     program = _ok(api.nvrtcCreateProgram(source.text.encode(), source.file_name.encode(), len(source.headers),
                                          [text.encode() for _, text in source.headers],
                                          [name.encode() for name, _ in source.headers]))
@@ -93,12 +107,38 @@ def compile_source(source: Source, *, plan: Plan) -> Cubin:
         if status != api.nvrtcResult.NVRTC_SUCCESS:
             ptx = _fetch(api.nvrtcGetPTXSize, api.nvrtcGetPTX, program).decode(errors="replace")
             raise _refused(source, plan, status.name, log, ptx)
-        image = _fetch(api.nvrtcGetCUBINSize, api.nvrtcGetCUBIN, program)
+        return _fetch(api.nvrtcGetCUBINSize, api.nvrtcGetCUBIN, program), log
     finally:
         api.nvrtcDestroyProgram(program)
-    resources = read_resources(image, log, source.entry)
-    _check_resources(resources, source, plan, log)
-    return Cubin(image, options, version_text(), log, resources)
+
+
+_idle = threading.Condition()   # its lock is reentrant, so that a signal handler may fork anywhere
+_inside: list[int] = []         # threads that are in NVRTC
+
+
+@contextmanager
+def _no_fork() -> Iterator[None]:
+    with _idle:
+        _inside.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        with _idle:
+            _inside.remove(threading.get_ident())
+            _idle.notify_all()
+
+
+def _before_fork() -> None:
+    _idle.acquire()
+    _idle.wait_for(lambda: set(_inside) <= {threading.get_ident()})  # its own: a signal handler, while NVRTC rests
+
+
+def _in_child() -> None:
+    global _idle
+    _idle = threading.Condition()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=lambda: _idle.release(), after_in_child=_in_child)
 
 
 def _fetch(size: Any, get: Any, program: Any) -> bytes:

@@ -31,6 +31,7 @@ from flashgen.runtime.checks import (
     strides,
 )
 from flashgen.runtime.counters import CountingLauncher, counters_of
+from flashgen.runtime.driver import api
 from flashgen.runtime.kernel import Kernel, Launcher
 from flashgen.runtime.lookup import EMULATED, Wanted, check_head_dims, registry
 from flashgen.runtime.params import bind, check_tensors, joined, parted
@@ -293,6 +294,7 @@ def _kernel(wanted: Wanted, device: torch.device, call: dict[str, Any]) -> Kerne
     """The kernel for a call; `call` as launch_values takes it."""
     if device.type == "cpu":
         return registry.kernel(registry.for_sizes(wanted, EMULATED, call), EMULATED)
+    api()  # refuses a fork by name, before torch and the driver meet it
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes this thread's context torch's
         return registry.kernel(registry.for_sizes(wanted, device.index, call), device.index)

@@ -4,6 +4,8 @@ from __future__ import annotations
 import builtins
 import io
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -331,3 +333,31 @@ def test_cu_seqlens_past_the_end_read_and_write_nothing_outside(cuda: str) -> No
         attend(inputs.with_(cu_seqlens_kv=cu), out=out)
     torch.cuda.synchronize()
     assert (guard[:len(out)] == 7).all() and (guard[2 * len(out):] == 7).all()
+
+
+FORK = """
+import os, torch, flashgen
+from flashgen.errors import EnvironmentError_
+q = torch.randn(1, 9, 1, 64, device="cuda", dtype=torch.bfloat16)
+out = torch.empty_like(q)           # so that nothing of torch's meets the fork first
+flashgen.attention(q, q, q, out=out)
+pid = os.fork()
+if pid == 0:
+    try:
+        flashgen.attention(q, q, q, out=out)
+    except EnvironmentError_ as err:
+        assert "forked" in str(err) and "spawn" in str(err), err
+        t = torch.randn(1, 9, 1, 64).bfloat16()
+        flashgen.attention(t, t, t)
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+flashgen.attention(q, q, q, out=out)
+torch.cuda.synchronize()
+"""
+
+
+def test_a_fork_is_refused_by_name(cuda: str) -> None:  # B119
+    """No CUDA context survives a fork. The parent goes on, and so does the emulator in the child."""
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 import flashgen
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import TARGETS
-from flashgen.errors import UnsupportedError
-from flashgen.runtime import lookup
+from flashgen.errors import EnvironmentError_, UnsupportedError
+from flashgen.runtime import driver, lookup
 from flashgen.runtime.lookup import EMULATED, FAMILIES, NO_MAPS, Registry, Wanted, archs_for, choose, why
 from flashgen.runtime.selector import Selector, selector
 
@@ -249,3 +250,19 @@ def test_calls_say_whether_maps_fit(make: Callable[[torch.Tensor], torch.Tensor]
     with pytest.raises(Asked):
         flashgen.attention(q, make(q), make(q))
     assert asked[0].tensor_maps is fit and FAMILIES == ("fa3", "fa2")
+
+
+def test_a_fork_has_a_new_lock_and_no_kernel_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:  # B119
+    """What is emulated goes on; calls that were prepared for a device are prepared anew, and refused by name."""
+    registry, kernels = Registry(), {(wanted(), EMULATED): object(), (wanted(), 0): object()}
+    registry._kernels.update(kernels)  # type: ignore[arg-type]
+    registry._lock.acquire()
+    before = registry.generation
+    registry.in_child()
+    assert list(registry._kernels) == [(wanted(), EMULATED)] and registry.generation > before
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(registry._lock.acquire, timeout=0).result()
+    monkeypatch.setattr(driver, "_used_before_fork", True)
+    driver.api.cache_clear()
+    with pytest.raises(EnvironmentError_, match=r"(?s)forked after CUDA was used.*spawn"):
+        driver.api()

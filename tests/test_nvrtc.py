@@ -1,10 +1,12 @@
 """NVRTC: what is refused, what the message shows, and that resources are read right. No GPU."""
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -222,3 +224,35 @@ def test_head_dims_that_no_file_ships_compile_without_spills(variant: str, dims:
                    if spec.variant == f"fa3_fwd_bf16_d128_{variant}")
     plan, source = plan_and_source(shipped.with_(head_dim_qk=dims[0], head_dim_v=dims[1]))
     assert compile_source(source, plan=plan).resources.spill_store_bytes == 0
+
+
+FORK = """
+import os, threading
+from tiny import tiny
+from flashgen.runtime import nvrtc
+inside, finished, real = threading.Event(), [], nvrtc._compile
+def compile(*arguments):
+    inside.set()
+    result = real(*arguments)
+    finished.append(1)
+    return result
+nvrtc._compile = compile
+plan, source = tiny()
+thread = threading.Thread(target=nvrtc.compile_source, args=(source,), kwargs={"plan": plan})
+thread.start()
+inside.wait()
+pid = os.fork()
+if pid == 0:
+    assert finished, "forked while a thread was in NVRTC"
+    nvrtc.compile_source(source, plan=plan)
+    os._exit(7)
+thread.join()
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+nvrtc.compile_source(source, plan=plan)
+"""
+
+
+def test_a_fork_waits_for_threads_that_compile() -> None:  # B119
+    """NVRTC's locks, held at the fork, would be held for ever in the child: it would hang at its first kernel."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
