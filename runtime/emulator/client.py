@@ -1,7 +1,11 @@
-"""The worker process seen from outside: memory that both share, launches, and an end for those that hang."""
+"""The worker process seen from outside: memory that both share, launches, and an end for those that hang.
+
+A worker serves one launch after another until one gives anything but a whole answer: it crashes, spins, is killed, or
+the caller is interrupted. Then the process ends, its memory goes with it, and the next launch starts another. So no
+launch writes into memory that a later one uses, and no late answer is taken for a later one's.
+"""
 from __future__ import annotations
 
-import atexit
 import json
 import mmap
 import os
@@ -9,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -84,32 +89,71 @@ class WorkerDied(Exception):
 
 
 class Worker:
-    """One process. Not for two threads at once."""
+    """One process at a time, and the memory that it shares with this one. For one thread, and one launch at a time."""
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
             raise EnvironmentError_("the emulator needs Linux (memfd_create)", allowed="Linux on x86-64 or aarch64")
-        self._memory = os.memfd_create("flashgen-emulator")
         self._process: subprocess.Popen[bytes] | None = None
+        self._memory = -1                 # file descriptor
+        self._end: Callable[[], object] = lambda: None
         self._unread = b""
         self.memory = mmap.mmap(-1, 1)
+        self._running = False             # no whole answer has come yet
+        self.busy = False                 # for its user: memory or answer are in use
+        _workers.add(self)
 
     def reserve(self, total_bytes: int) -> mmap.mmap:
-        """Fresh shared memory, poisoned."""
+        """Fresh shared memory for the next launch. EnvironmentError_ if the machine cannot give it."""
+        if self._running or self._process is None or self._process.poll() is not None:
+            self.stop()
+            self._start()
         size = max(total_bytes, 1)
-        os.ftruncate(self._memory, 0)  # drops the old pages
-        os.ftruncate(self._memory, size)
-        self.memory = mmap.mmap(self._memory, size)
+        try:
+            os.ftruncate(self._memory, 0)  # drops the old pages
+            os.ftruncate(self._memory, size)
+            self.memory = mmap.mmap(self._memory, size)
+        except (OSError, ValueError, OverflowError) as err:
+            raise EnvironmentError_(f"a launch cannot have {size} bytes of shared memory ({err})", where="the emulator",
+                                    allowed="tensors that fit into free memory twice") from err
         return self.memory
 
     def run(self, request: Request, beat: Callable[[int], None] = lambda blocks: None) -> dict[str, Any]:
-        """The worker's answer; `beat(blocks done)` is called while it runs. Raises WorkerDied."""
-        process = self._process or self._start()
-        assert process.stdin is not None
-        process.stdin.write(request.to_json(len(self.memory)).encode())
-        process.stdin.flush()
+        """The worker's answer to one launch in the memory reserved last; `beat(blocks done)` is called while it runs.
+
+        Raises WorkerDied, and EnvironmentError_ naming a compiled object that cannot be loaded. Whatever is raised
+        here, an interrupt too, ends the process.
+        """
+        self._running = True
+        try:
+            answer = self._answer(request, beat)
+        except BaseException:
+            self.stop()
+            raise
+        self._running = False
+        return answer
+
+    def _answer(self, request: Request, beat: Callable[[int], None]) -> dict[str, Any]:
+        process = self._process
+        assert process is not None and process.stdin is not None, "reserve comes first"
+        unsent = request.to_json(len(self.memory)).encode()
+        try:
+            while unsent:
+                unsent = unsent[process.stdin.write(unsent):]
+        except BrokenPipeError:
+            raise self._death(process) from None
         while True:
-            answer = json.loads(self._line(process))
+            line = self._line(process)
+            try:
+                answer = json.loads(line)
+            except ValueError:
+                raise WorkerDied(f"the emulator's process said {line[:80]!r}, which is no answer") from None
+            if "unloadable" in answer:
+                raise EnvironmentError_(
+                    f"the compiled object cannot be loaded: {answer['why']}", where=answer["unloadable"],
+                    allowed="a whole file, in a folder whose file system is not mounted noexec",
+                    next="flashgen cache clear deletes it, and the next call compiles it anew; FLASHGEN_CACHE_DIR "
+                         "names another folder")
             if "blocks" not in answer:
                 return answer
             beat(answer["blocks"])
@@ -117,30 +161,69 @@ class Worker:
     def _line(self, process: subprocess.Popen[bytes]) -> bytes:
         assert process.stdout is not None
         while b"\n" not in self._unread:
-            if not select.select([process.stdout], [], [], STALL_S)[0]:
-                self.stop()
+            ready = select.poll()  # select() takes no descriptor above 1023
+            ready.register(process.stdout, select.POLLIN)
+            found = ready.poll(int(1000 * STALL_S))
+            if self._process is not process:  # by a signal handler, whose fork went on
+                raise WorkerDied("this process was forked while the launch ran, and the answer is its parent's")
+            if not found:
                 raise WorkerDied(f"no drawer call for {STALL_S:g} s: a thread spins on memory, which lets no other run")
-            chunk = os.read(process.stdout.fileno(), 1 << 16)
+            chunk = process.stdout.read(1 << 16)
             if not chunk:
-                code = process.wait()
-                self._process = None
-                raise WorkerDied("the emulator's process ended with "
-                                 + (signal.Signals(-code).name if code < 0 else f"exit code {code}"))
+                raise self._death(process)
             self._unread += chunk
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "flashgen.runtime.emulator.worker", str(runtime_library()), str(self._memory)]
+    @staticmethod
+    def _death(process: subprocess.Popen[bytes]) -> WorkerDied:
+        """Of a process that has closed its pipes."""
+        code = process.wait()
+        return WorkerDied("the emulator's process ended with "
+                          + (signal.Signals(-code).name if code < 0 else f"exit code {code}")
+                          + (", which comes from outside: is memory short?" if code == -signal.SIGKILL else ""))
+
+    def _start(self) -> None:
+        library = str(runtime_library())
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-                                         pass_fds=[self._memory])
-        self._unread = b""
-        atexit.register(self.stop)
-        return self._process
+        module = [sys.executable, "-m", "flashgen.runtime.emulator.worker", library]
+        try:
+            self._memory = os.memfd_create("flashgen-emulator")
+            # Without a buffer there is none to be written again by a fork, and no lock of it that a fork may inherit.
+            self._process = subprocess.Popen([*module, str(self._memory), str(os.getpid())], env=environment, bufsize=0,
+                                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[self._memory])
+        except OSError as err:
+            raise EnvironmentError_(f"the emulator's process does not start ({err})", where=sys.executable,
+                                    next="ulimit -a shows what this user may have of processes and files") from err
+        self._unread, self._running = b"", False
+        # When this object goes, as it does with its thread, or else when the interpreter does.
+        self._end = weakref.finalize(self, _ended, self._process, self._memory, os.getpid())
 
     def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        """End the process, and leave its memory to it: what may still run there harms no later launch. In a fork,
+        whose parent owns them, only let go of both."""
+        self._process = None
+        self._end()
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _ended(process: subprocess.Popen[bytes], memory: int, owner: int) -> None:
+    if os.getpid() == owner:
+        process.kill()
+    else:
+        process.returncode = 0  # it is no child of this process, which must neither wait for it nor end it
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+    os.close(memory)
+    process.wait()
+
+
+def _in_child() -> None:
+    for worker in list(_workers):
+        worker.stop()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,6 +1,7 @@
 """A kernel on the emulator: the interface of runtime/kernel.py over CPU tensors instead of device pointers."""
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import sys
@@ -95,16 +96,34 @@ def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument
            maps: Sequence[TensorMapPlace] = ()) -> Statistics:
     """Run a kernel's shared object. `packed`: its parameter block, pointers filled in here. Writes to the arguments'
     tensors. KernelFault if the checker objects, VerifyError if the kernel crashes or hangs."""
+    schedule = current_schedule()
+    with _worker() as worker:
+        answer = _answer(worker, plan, kernel, packed, arguments, shape, maps)
+    if "fault" in answer:
+        views = [TensorView(a.name, a.tensor.element_size(), tuple(a.tensor.shape), a.tensor.stride())
+                 for a in arguments]
+        raise fault_error(answer["fault"], plan, schedule, str(kernel), views)
+    raw = answer["statistics"]
+    statistics = Statistics(str(kernel), shape.threads // WARP_SIZE, raw["switches"], raw["accesses"],
+                            tuple(map(tuple, raw["banks"])), tuple(map(tuple, raw["trace"])))
+    collect(statistics)
+    return statistics
+
+
+def _answer(worker: Worker, plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument],
+            shape: LaunchShape, maps: Sequence[TensorMapPlace]) -> dict[str, Any]:
+    """The worker's answer; the arguments' tensors hold what the kernel wrote. VerifyError if the worker died."""
     import torch
 
-    schedule, worker = current_schedule(), _worker()
+    schedule = current_schedule()
     places, total = _places(arguments)
     whole = torch.frombuffer(worker.reserve(total), dtype=torch.uint8)
-    whole.fill_(POISON)
+    # Not by operators of torch: those that use OpenMP's threads hang in a fork, where these threads do not exist.
+    ctypes.memset(whole.data_ptr(), POISON, total)
     windows = [whole[place.offset:place.offset + place.bytes].view(argument.tensor.dtype)
                for place, argument in zip(places, arguments, strict=True)]
     for window, argument in zip(windows, arguments, strict=True):
-        window.copy_(_span(argument.tensor))
+        ctypes.memmove(window.data_ptr(), argument.tensor.data_ptr(), window.nbytes)
     request = Request(str(kernel), packed, shape.grid, (shape.threads, 1, 1), shape.smem_bytes, schedule.policy,
                       schedule.seed, schedule.resident, shape.cluster, shape.registers, places, list(maps),
                       schedule.traced_block, costs(plan.target))
@@ -115,16 +134,8 @@ def launch(plan: Plan, kernel: Path, packed: bytes, arguments: Sequence[Argument
         raise VerifyError(str(death), where=plan.kernel_name, details=f"  replay: {schedule}") from None
     for window, argument in zip(windows, arguments, strict=True):
         if argument.writable:
-            _span(argument.tensor).copy_(window)
-    if "fault" in answer:
-        views = [TensorView(a.name, a.tensor.element_size(), tuple(a.tensor.shape), a.tensor.stride())
-                 for a in arguments]
-        raise fault_error(answer["fault"], plan, schedule, str(kernel), views)
-    raw = answer["statistics"]
-    statistics = Statistics(str(kernel), shape.threads // WARP_SIZE, raw["switches"], raw["accesses"],
-                            tuple(map(tuple, raw["banks"])), tuple(map(tuple, raw["trace"])))
-    collect(statistics)
-    return statistics
+            _bring_back(argument.tensor, window)
+    return answer
 
 
 @contextmanager
@@ -148,7 +159,15 @@ class EmulatedKernel:
 
     def __init__(self, plan: Plan, source: Source) -> None:
         """CompileError, or EnvironmentError_ without a C++ compiler."""
-        self.plan, self.path = plan, compile_kernel(source)
+        self.plan, self._source, self._path = plan, source, compile_kernel(source)
+
+    @property
+    def path(self) -> Path:
+        """Its shared object, compiled again if the file has gone: with a cleared cache, or before a fork with the
+        process that made it."""
+        if not self._path.exists():
+            self._path = compile_kernel(self._source)
+        return self._path
 
     @property
     def num_sms(self) -> int:
@@ -219,6 +238,14 @@ def _places(arguments: Sequence[Argument]) -> tuple[list[BufferPlace], int]:
     return places, offset
 
 
+def _bring_back(tensor: Tensor, window: Tensor) -> None:
+    """Copy the elements of a tensor, and nothing between them: that may be another thread's."""
+    if tensor.is_contiguous():
+        ctypes.memmove(tensor.data_ptr(), window.data_ptr(), window.nbytes)
+    else:
+        tensor.copy_(window.as_strided(tensor.shape, tensor.stride()))
+
+
 def _span(t: Tensor) -> Tensor:
     """Flat view of the memory from the first to the last element, gaps included."""
     count = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
@@ -239,12 +266,18 @@ def _runs(t: Tensor) -> tuple[int, list[int]]:
     return run * t.element_size(), axes
 
 
-def _worker() -> Worker:
-    """This thread's worker."""
+@contextmanager
+def _worker() -> Iterator[Worker]:
+    """This thread's worker; another one while that one works, as for a signal handler that calls a kernel itself."""
     if not hasattr(_local, "worker"):
         _say_once()
         _local.worker = Worker()
-    return _local.worker
+    worker = _local.worker if not _local.worker.busy else Worker()
+    worker.busy = True
+    try:
+        yield worker
+    finally:
+        worker.busy = False
 
 
 @functools.cache

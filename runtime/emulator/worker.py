@@ -1,13 +1,16 @@
-"""The process that runs launches: `python -m flashgen.runtime.emulator.worker LIBRARY MEMORY_FD`.
+"""The process that runs launches: `python -m flashgen.runtime.emulator.worker LIBRARY MEMORY_FD PARENT_PID`.
 
 One request per line of standard input, answers on standard output, JSON. A kernel that crashes or spins takes only
-this process with it. Imports nothing but the standard library.
+this process with it. It ends with the thread that started it, whatever it does then. Imports nothing but the standard
+library.
 """
 from __future__ import annotations
 
 import ctypes
 import json
 import mmap
+import os
+import signal
 import struct
 import sys
 from typing import Any
@@ -17,6 +20,11 @@ MAX_RANK = 5
 NUM_COSTS = 9  # members of struct Costs of src/trace.h
 MAP_MAGIC, MAP_FORMAT = 0x70616d74, "<10IQ9Q"  # struct EncodedMap of src/tensor_map.h
 BEAT = ctypes.CFUNCTYPE(None, ctypes.c_uint32)
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+class Unloadable(Exception):
+    """A shared object that the loader refuses: (path, why)."""
 
 
 class Buffer(ctypes.Structure):
@@ -39,7 +47,7 @@ class Launch(ctypes.Structure):
 
 class Server:
     def __init__(self, library: str, memory: int) -> None:
-        self._library = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+        self._library = loaded(library, ctypes.RTLD_GLOBAL)
         self._library.emu_launch_bytes.restype = ctypes.c_ulong
         assert self._library.emu_launch_bytes() == ctypes.sizeof(Launch), "Launch is not that of src/machine.h"
         self._memory = memory
@@ -49,7 +57,7 @@ class Server:
         """The answer to one launch: {"fault": ...} or {"statistics": ...}."""
         kernel = self._kernels.get(request["kernel"])
         if kernel is None:
-            kernel = self._kernels[request["kernel"]] = ctypes.CDLL(request["kernel"])
+            kernel = self._kernels[request["kernel"]] = loaded(request["kernel"])
         if kernel.emu_params_bytes() != len(request["params"]) // 2:
             raise ValueError(f"the kernel takes {kernel.emu_params_bytes()} bytes of parameters, "
                              f"got {len(request['params']) // 2}")
@@ -69,6 +77,13 @@ class Server:
         del window
         memory.close()
         return {"fault" if failed else "statistics": json.loads(answer.value or b"{}")}
+
+
+def loaded(path: str, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(path, mode=mode)
+    except OSError as err:
+        raise Unloadable(path, str(err)) from err
 
 
 def laid_out(request: dict[str, Any], base: int) -> tuple[Any, bytes]:
@@ -99,9 +114,18 @@ def say(answer: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    server = Server(sys.argv[1], int(sys.argv[2]))
-    for line in sys.stdin:
-        say(server.run(json.loads(line)))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches both processes; the one that asked decides
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a kernel that spins would never see its input end
+    if os.getppid() != int(sys.argv[3]):
+        return  # the parent had ended before that was said
+    try:
+        server = Server(sys.argv[1], int(sys.argv[2]))
+        for line in sys.stdin:
+            say(server.run(json.loads(line)))
+    except Unloadable as err:
+        say(dict(zip(("unloadable", "why"), err.args, strict=True)))
+    except BrokenPipeError:
+        pass  # nobody waits for the answer
 
 
 if __name__ == "__main__":
