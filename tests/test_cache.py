@@ -26,7 +26,7 @@ from flashgen.errors import CompileError, UnsupportedError
 from flashgen.runtime import cache as module
 from flashgen.runtime import doctor
 from flashgen.runtime.cache import Cache, cache_key
-from flashgen.runtime.emulator import toolchain
+from flashgen.runtime.emulator import objects
 from flashgen.runtime.entry import FILES, META, Entry
 
 HERE = Path(__file__).parent
@@ -540,10 +540,9 @@ def test_clear_deletes_entries_and_nothing_else(tmp_path: Path) -> None:
 def test_the_emulators_objects_are_counted_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that its toolchain publishes, with their locks and leftovers; foreign files and links stay."""
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "c"))
-    monkeypatch.setattr(toolchain, "directory", toolchain.directory.__wrapped__)  # without its memory
     cache = Cache()
     assert cache.emulator_objects() == {}
-    made = {toolchain._cached(name * 64, lambda path: path.write_bytes(b"x" * 7)): 7 for name in "ab"}
+    made = {objects.kept(name * 64, lambda: b"x" * 7): 7 + objects.DIGEST_BYTES for name in "ab"}
     assert cache.emulator_objects() == made and cache.ls() == []
 
     folder, outside = tmp_path / "c" / "emulator", tmp_path / "outside.so"

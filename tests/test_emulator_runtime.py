@@ -13,7 +13,7 @@ import flashgen
 from flashgen.codegen.lower import lower
 from flashgen.codegen.render import render
 from flashgen.errors import CompileError, EnvironmentError_, VerifyError
-from flashgen.runtime.emulator import client, kernel, toolchain
+from flashgen.runtime.emulator import client, kernel, objects, toolchain
 from flashgen.runtime.emulator.report import KernelFault
 from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
 
@@ -161,7 +161,7 @@ def test_a_crash_is_reported() -> None:
 # ---- compiling
 
 def test_objects_are_cached_by_content(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "directory", lambda: tmp_path)
+    monkeypatch.setattr(objects, "directory", lambda: tmp_path)
     source = small_case("cached", "p.out[t] = t;").source()
     first = toolchain.compile_kernel(source)
     stamp = first.stat().st_mtime_ns
