@@ -71,6 +71,17 @@ def check_qkv(q, k, v, cu_q, cu_kv):  # type: ignore[no-untyped-def]
                                        allowed=f"contiguous int32 [batch + 1] on {q.device}, both of one length")
 
 
+def check_prefix_sums(cu_q, cu_kv, total_q: int, total_kv: int) -> None:  # type: ignore[no-untyped-def]
+    """The values of cu_seqlens_*, where they are at hand: on a device, looking at them would wait for it."""
+    for name, t, total in (("cu_seqlens_q", cu_q, total_q), ("cu_seqlens_kv", cu_kv, total_kv)):
+        ends = t.tolist()
+        bad = next((i for i, (end, last) in enumerate(zip(ends, [0, *ends], strict=False))
+                    if not (last <= end <= total) or (i == 0 and end)), None)
+        if bad is not None:
+            raise UnsupportedError(f"{name}[{bad}] is {ends[bad]}" + (f" after {ends[bad - 1]}" if bad else ""),
+                                   where=name, allowed=f"sums of lengths: 0 first, never falling, at most {total}")
+
+
 def check_options(left: int, right: int, scale: float) -> None:
     if left < -1 or right < -1:
         raise UnsupportedError(f"window=({left}, {right})", where="window",

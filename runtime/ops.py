@@ -26,6 +26,7 @@ from flashgen.runtime.checks import (
     check_call,
     check_options,
     check_out,
+    check_prefix_sums,
     check_qkv,
     is_aligned,
     strides,
@@ -243,6 +244,8 @@ def _prepare(  # type: ignore[no-untyped-def]
     """Checks everything about a call that its shapes, strides and options decide, and finds its kernel."""
     varlen = cu_q is not None
     check_qkv(q, k, v, cu_q, cu_kv)
+    if varlen and q.is_cpu:
+        check_prefix_sums(cu_q, cu_kv, q.shape[0], k.shape[0])
     check_options(left, right, scale)
     check_head_dims(q.shape[-1], v.shape[-1])
     batch, seqlen_q = (cu_q.shape[0] - 1, q.shape[0]) if varlen else (q.shape[0], q.shape[1])

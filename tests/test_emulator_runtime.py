@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from emulator_kit import changed, fault_of, problems_of, replaced, run_case, shi
 import flashgen
 from flashgen.codegen.lower import lower
 from flashgen.codegen.render import render
-from flashgen.errors import CompileError, EnvironmentError_, VerifyError
+from flashgen.errors import CompileError, EnvironmentError_, UnsupportedError, VerifyError
 from flashgen.runtime.emulator import client, kernel, objects, toolchain
 from flashgen.runtime.emulator.report import KernelFault
 from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
@@ -46,6 +47,20 @@ def test_tensors_need_not_be_contiguous() -> None:
     flashgen.attention(q, k, v, out=out)
     assert torch.equal(out, flashgen.attention(q.contiguous(), k.contiguous(), v.contiguous()))
     assert (whole[:, :, 1::2] == 7.0).all()
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_kv"])
+@pytest.mark.parametrize(("sums", "wrong"), [
+    ([0, 12, 5, 20], "2] is 5 after 12"), ([0, 12, 20, 40], "3] is 40 after 20"), ([3, 12, 15, 20], "0] is 3"),
+    ([-3, 12, 15, 20], "0] is -3"), ([0, -1, 5, 20], "1] is -1 after 0")])
+def test_sums_of_lengths_are_looked_at_here(name: str, sums: list[int], wrong: str) -> None:
+    """The caller's mistake is not told as a race of the kernel's."""
+    x = torch.randn(20, 1, 64, dtype=torch.bfloat16)
+    good = {key: torch.tensor([0, 5, 9, 18], dtype=torch.int32) for key in ("cu_seqlens_q", "cu_seqlens_kv")}
+    flashgen.attention(x, x, x, **good)
+    with pytest.raises(UnsupportedError, match=re.escape(f"{name}[{wrong}")) as caught:
+        flashgen.attention(x, x, x, **{**good, name: torch.tensor(sums, dtype=torch.int32)})
+    assert "at most 20" in caught.value.allowed
 
 
 def test_a_schedule_replays() -> None:
