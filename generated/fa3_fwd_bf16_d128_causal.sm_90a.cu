@@ -49,7 +49,7 @@
 #include "flashgen/ptx/setmaxnreg.cuh"
 #include "flashgen/ptx/tma.cuh"
 #include "flashgen/ring.cuh"
-#include "flashgen/softmax_stale.cuh"
+#include "flashgen/stale_weights.cuh"
 #include "flashgen/store_rows.cuh"
 #include "flashgen/tickets.cuh"
 

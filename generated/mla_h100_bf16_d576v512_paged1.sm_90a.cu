@@ -43,7 +43,7 @@
 #include "flashgen/ptx/setmaxnreg.cuh"
 #include "flashgen/ptx/tma.cuh"
 #include "flashgen/ring.cuh"
-#include "flashgen/softmax_stale.cuh"
+#include "flashgen/stale_weights.cuh"
 #include "flashgen/store_rows.cuh"
 
 using Element = bf16;

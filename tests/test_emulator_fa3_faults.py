@@ -110,8 +110,8 @@ FAULTS = {
     "sum not rescaled": (
         "tickets, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= factor;", ""),
     "reference never raised": (
-        "tickets, output over queries", "softmax_stale.cuh", "", "any_in_warp(rows.far || fmaxf(sums[0], sums[1]) >",
-        "any_in_warp(0.0f * fmaxf(sums[0], sums[1]) >"),
+        "tickets, output over queries", "stale_weights.cuh", "", "rows.far || fmaxf(sums[0], sums[1]) >",
+        "rows.far || 0.0f * fmaxf(sums[0], sums[1]) >"),
     "weights of another warpgroup": (
         "weights apart", "kernel", "", "warpgroup * WeightTile::BYTES", "0 * warpgroup * WeightTile::BYTES"),
     "parts not weighted": (

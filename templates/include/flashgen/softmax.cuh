@@ -84,9 +84,14 @@ FG_DEVICE void silence_hidden(float (&s)[M][N][4]) {
       for (int i = 0; i < 4; ++i) s[m][n][i] = s[m][n][i] == -INFINITY ? 0.0f : s[m][n][i];
 }
 
+// From here on (in powers of two) the rounding of a product shows beside one that is not rounded: 2^-11.
+constexpr float FAR_LOG2 = 0x1p13f;
+
 // Turns s into p = 2^(scale_log2 * (s - max)) and adds it to the row sums.
 template <int M, int N>
 FG_DEVICE void exponentiate(float (&s)[M][N][4], RowState<M>& rows, float scale_log2) {
+  float reference[M][2];
+  bool far = false;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -94,13 +99,32 @@ FG_DEVICE void exponentiate(float (&s)[M][N][4], RowState<M>& rows, float scale_
       // A row that has seen no key yet has max -inf, as has one whose scores overflow in powers of two; 0 in its place
       // keeps -inf - -inf out of the exponent.
       const float max_log2 = rows.max[m][h] * scale_log2;
-      const float reference = max_log2 == -INFINITY ? 0.0f : max_log2;
+      reference[m][h] = max_log2 == -INFINITY ? 0.0f : max_log2;
+      far |= fabsf(reference[m][h]) >= FAR_LOG2;
+    }
+  if (any_in_warp(far)) {  // such rows subtract before they multiply, which is exact
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const bool here = fabsf(reference[m][h]) >= FAR_LOG2;
+        reference[m][h] = here ? 0.0f : reference[m][h];
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int i = 2 * h; i < 2 * h + 2; ++i) s[m][n][i] -= here ? rows.max[m][h] : 0.0f;
+      }
+  }
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
       float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int i = 2 * h; i < 2 * h + 2; ++i) {
-          s[m][n][i] = exp2_approx(s[m][n][i] * scale_log2 - reference);
+          s[m][n][i] = exp2_approx(fmaf(s[m][n][i], scale_log2, -reference[m][h]));
           sum += s[m][n][i];
         }
       rows.sum[m][h] += sum;

@@ -25,49 +25,71 @@ FG_DEVICE float row_max(const float (&s)[1][N][4], int h) {
   return quad_max(fmaxf(even, odd));
 }
 
-// Products of rows with a far reference become relative to it, which relate_... left to this.
+// Subtracts from the scores of each row what `rest` says, and from rows with a far reference makes 0 what is left so near it
+// that nothing tells them apart (`above`).
 template <int N>
-FG_DEVICE void subtract_far(float (&s)[1][N][4], const StaleRows& rows) {
+FG_DEVICE void subtract_rest(float (&s)[1][N][4], const float (&rest)[2], const StaleRows& rows) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool far = is_far(rows.subtrahend[0][h]);
-    const float reference = rows.reference(h);
+    const float near = rows.is_far(h) ? fabsf(rows.reference(h)) * NEAR : 0.0f;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = 2 * h; i < 2 * h + 2; ++i) s[0][n][i] = far ? above(s[0][n][i], reference) : s[0][n][i];
+      for (int i = 2 * h; i < 2 * h + 2; ++i) {
+        const float difference = s[0][n][i] - rest[h];
+        s[0][n][i] = fabsf(difference) < near ? 0.0f : difference;
+      }
   }
 }
 
-// Raises references to true maxima. Far ones are left for subtract_far.
+// Raises references to true maxima; says whether some are far, which are then left for others to subtract.
 template <class Element, int N>
-FG_DEVICE Rescale relate_to_maxima(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
-  Rescale rescale;
-  bool behind = false;
+FG_DEVICE bool relate_to_maxima(float (&s)[1][N][4], StaleRows& rows, Rescale& rescale, float scale_log2) {
+  float highest[2], old[2];
+  bool odd = rows.far, behind = false;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const float highest = row_max(s, h) * scale_log2, reference = rows.reference(h);
-    const bool raise = above(highest, reference) > stale_log2(Element{});  // row by row: bits never depend on neighbours
-    if (raise) rows.set_reference(h, usable(highest));
-    rescale.factor[h] = raise ? exp2_approx(reference - usable(highest)) : 1.0f;
+    highest[h] = row_max(s, h) * scale_log2;
+    old[h] = rows.subtrahend[0][h];
+    odd = odd || !is_plain(highest[h]);
+  }
+  const bool careful = any_in_warp(odd);
+  if (careful) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      old[h] = rows.reference(h);
+      highest[h] = above(highest[h], old[h]) == 0.0f ? old[h] : usable(highest[h]);
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const bool raise = highest[h] - stale_log2(Element{}) > old[h];  // row by row: bits never depend on neighbours
+    rescale.factor[h] = raise ? exp2_approx(old[h] - highest[h]) : 1.0f;
+    rows.subtrahend[0][h] = raise ? highest[h] : old[h];
     rows.sum[0][h] *= rescale.factor[h];
     behind |= raise;
+  }
+  if (careful) rows.set_far();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
     const float subtrahend = rows.subtrahend[0][h] == -INFINITY ? 0.0f : rows.subtrahend[0][h];  // no -inf - -inf
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int i = 2 * h; i < 2 * h + 2; ++i) s[0][n][i] = fmaf(s[0][n][i], scale_log2, -subtrahend);
   }
-  rows.see_far();
   rescale.any = any_in_warp(behind);
-  return rescale;
+  return careful;
 }
 
 // The first tile of a row block, and any tile in which a row may meet its first key.
 template <class Element, int N>
 FG_DEVICE Rescale relate_exact(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
-  const Rescale rescale = relate_to_maxima<Element>(s, rows, scale_log2);
-  if (any_in_warp(rows.far)) subtract_far(s, rows);
+  Rescale rescale;
+  if (relate_to_maxima<Element>(s, rows, rescale, scale_log2)) {
+    const float rest[2] = {rows.is_far(0) ? rows.reference(0) : 0.0f, rows.is_far(1) ? rows.reference(1) : 0.0f};
+    subtract_rest(s, rest, rows);
+  }
   return rescale;
 }
 
@@ -84,8 +106,11 @@ FG_DEVICE Rescale relate_stale(float (&s)[1][N][4], const StaleRows& rows, float
 // Any tile, where rows meet their first key at any time: while a row of the warp has yet to, true maxima.
 template <class Element, int N>
 FG_DEVICE Rescale relate_any(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
-  if (any_in_warp(rows.subtrahend[0][0] == -INFINITY || rows.subtrahend[0][1] == -INFINITY))
-    return relate_to_maxima<Element>(s, rows, scale_log2);
+  if (any_in_warp(rows.subtrahend[0][0] == -INFINITY || rows.subtrahend[0][1] == -INFINITY)) {
+    Rescale rescale;
+    relate_to_maxima<Element>(s, rows, rescale, scale_log2);  // `weigh` subtracts far references
+    return rescale;
+  }
   return relate_stale<Element>(s, rows, scale_log2);
 }
 
@@ -93,9 +118,10 @@ FG_DEVICE Rescale relate_any(float (&s)[1][N][4], StaleRows& rows, float scale_l
 // which may need it; s as relate_stale left it.
 template <class Element, int N>
 FG_DEVICE void raise_references(float (&s)[1][N][4], StaleRows& rows, Rescale& rescale) {
+  float rest[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool was_far = is_far(rows.subtrahend[0][h]);
+    const bool was_far = rows.is_far(h);
     const float old = rows.reference(h), highest = row_max(s, h);
     const bool raise = (was_far ? above(highest, old) : highest) > stale_log2(Element{});  // row by row, as above
     const float reference = raise ? usable(was_far ? highest : old + highest) : old;
@@ -104,66 +130,15 @@ FG_DEVICE void raise_references(float (&s)[1][N][4], StaleRows& rows, Rescale& r
     rows.set_reference(h, reference);
     rescale.factor[h] *= factor;
     rows.sum[0][h] *= factor;
-    const float rest = was_far ? reference : moved;
-    const float same = is_far(rows.subtrahend[0][h]) ? fabsf(reference) * 0x1p-22f : 0.0f;  // as `above` has it
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int i = 2 * h; i < 2 * h + 2; ++i) {
-        const float difference = s[0][n][i] - rest;
-        s[0][n][i] = fabsf(difference) < same ? 0.0f : difference;
-      }
+    rest[h] = was_far ? reference : moved;
   }
   rows.see_far();
+  subtract_rest(s, rest, rows);
   rescale.any = true;
 }
 
-// The weights 2^s, packed as pack_weights would, and their sums by row.
-template <class Element, int N>
-FG_DEVICE void pack_exponentials(uint32_t (&p)[N / 2][4], float (&sums)[2], const float (&s)[1][N][4]) {
-  float sum[4];  // four chains, for the latency of an addition
-#pragma unroll
-  for (int k = 0; k < N / 2; ++k)
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int n = 2 * k + r / 2, h = r % 2;
-      const float even = exp2_approx(s[0][n][2 * h]), odd = exp2_approx(s[0][n][2 * h + 1]);
-      sum[2 * h] = n == 0 ? even : sum[2 * h] + even;
-      sum[2 * h + 1] = n == 0 ? odd : sum[2 * h + 1] + odd;
-      p[k][r] = pack2(Element{}, even, odd);
-    }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) sums[h] = sum[2 * h] + sum[2 * h + 1];
-}
-
-// Makes the weights of a tile whose scores relate_exact has left: none is higher than 2^stale_log2.
-// `make(sums)` does so and gives their sums, as pack_exponentials.
-template <class Make>
-FG_DEVICE void weigh_exact(StaleRows& rows, Make make) {
-  float sums[2];
-  make(sums);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) rows.sum[0][h] += sums[h];
-}
-
-// ... and those of any other tile. A weight above 2^stale_log2 makes a sum of at least that. Then (and sometimes without
-// need, which changes nothing) references are raised, and all weights made once more. (A NaN makes a sum NaN, and is let
-// through.)
-template <class Element, int N, class Make>
-FG_DEVICE void weigh(float (&s)[1][N][4], StaleRows& rows, Rescale& rescale, Make make) {
-  float sums[2];
-  make(sums);
-  if (any_in_warp(rows.far || fmaxf(sums[0], sums[1]) > stale_weight(Element{}))) {
-    raise_references<Element>(s, rows, rescale);
-    make(sums);
-  }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) rows.sum[0][h] += sums[h];
-}
-
-// ---- The same where registers do not hold scores and weights at once: weights take the place of the scores, so maxima
-// are looked at first, half an instruction more per score and a vote before the first exponential.
-
+// Any later tile, where registers do not hold scores and weights at once. Weights take the place of the scores, so maxima
+// are looked at first: half an instruction more per score, and a vote before the first exponential.
 template <class Element, int N>
 FG_DEVICE Rescale relate_checked(float (&s)[1][N][4], StaleRows& rows, float scale_log2) {
   Rescale rescale = relate_stale<Element>(s, rows, scale_log2);
@@ -181,19 +156,4 @@ FG_DEVICE Rescale relate_checked(float (&s)[1][N][4], StaleRows& rows, float sca
   const int high = max_int(max_int(highest[0], highest[1]), max_int(highest[2], highest[3]));
   if (any_in_warp(rows.far || high > float_bits(stale_log2(Element{})))) raise_references<Element>(s, rows, rescale);
   return rescale;
-}
-
-// s becomes 2^s and joins the sums.
-template <int N>
-FG_DEVICE void exponentiate(float (&s)[1][N][4], StaleRows& rows) {
-  float sum[4];  // four chains, for the latency of an addition
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      s[0][n][i] = exp2_approx(s[0][n][i]);
-      sum[i] = n == 0 ? s[0][n][i] : sum[i] + s[0][n][i];
-    }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) rows.sum[0][h] += sum[2 * h] + sum[2 * h + 1];
 }

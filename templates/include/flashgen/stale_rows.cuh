@@ -7,15 +7,25 @@
 // gives what the rounding of R left, up to half a unit of R's last place. Weights show that from |R| = 2^13 on (half a unit
 // is then 2^-11), and from 2^30 on it empties a row or overflows. Where R is far and s is not, the difference even forgets
 // s. So a row whose reference is far subtracts it apart: its products are rounded first, as R is, and the difference of the
-// two is exact (subtract_far). The main loop does not know. Its fma subtracts R * 2^-138, which is too little to count and
-// still says what R is; and every tile of such a row is looked at again, as if its weights were too high (`far`).
-constexpr float FAR_LOG2 = 0x1p13f, FAR_AS_SMALL = 0x1p-10f;  // FAR_LOG2 * 2^-138 is normal; no R * 2^-138 reaches 2^-10
-FG_DEVICE bool is_far(float subtrahend) { return subtrahend != 0.0f && fabsf(subtrahend) < FAR_AS_SMALL; }
+// two is exact (relate_exact, raise_references). The main loop does not know. Its fma subtracts R * 2^-138, which is too
+// little to count and still says what R is; and every tile of such a row is looked at again, as if its weights were too
+// high (`far`).
+constexpr float FAR_AS_SMALL = 0x1p-10f;  // FAR_LOG2 * 2^-138 is normal, and no R * 2^-138 reaches this
+constexpr float NEAR = 0x1p-22f;          // of a number: two to four units of its last place
+// (Both sides of each choice are worked out, so that it is no branch.)
+FG_DEVICE bool is_far_subtrahend(float x) { return (x != 0.0f) & (fabsf(x) < FAR_AS_SMALL); }
 FG_DEVICE float reference_of(float subtrahend) {
-  return is_far(subtrahend) ? subtrahend * 0x1p69f * 0x1p69f : subtrahend;
+  const float far = subtrahend * 0x1p69f * 0x1p69f;
+  return is_far_subtrahend(subtrahend) ? far : subtrahend;
 }
 FG_DEVICE float subtrahend_of(float reference) {
-  return fabsf(reference) >= FAR_LOG2 ? reference * 0x1p-69f * 0x1p-69f : reference;
+  const float small = reference * 0x1p-69f * 0x1p-69f;
+  return fabsf(reference) >= FAR_LOG2 ? small : reference;
+}
+// Whether a reference may be taken as it is: it is neither far nor so small that it would look like one. Infinite ones may.
+FG_DEVICE bool is_plain(float reference) {
+  const float size = fabsf(reference);
+  return ((size >= FAR_AS_SMALL) & (size < FAR_LOG2)) | (size == 0.0f) | (size == INFINITY);
 }
 // The reference to take where `highest` was meant: any near it serves, and these are those of far ones.
 FG_DEVICE float usable(float highest) { return fabsf(highest) < FAR_AS_SMALL ? 0.0f : highest; }
@@ -24,7 +34,7 @@ FG_DEVICE float usable(float highest) { return fabsf(highest) < FAR_AS_SMALL ? 0
 // two units of its last place off the products that it was made of (raise_references): what is so near is the same.
 FG_DEVICE float above(float x, float reference) {
   const float difference = x - reference;
-  return fabsf(difference) < fabsf(reference) * 0x1p-22f ? 0.0f : difference;  // never of an infinite reference
+  return fabsf(difference) < fabsf(reference) * NEAR ? 0.0f : difference;  // never of an infinite reference
 }
 
 struct StaleRows {
@@ -33,11 +43,18 @@ struct StaleRows {
   bool far = false;        // whether the reference of one of them is far
 
   FG_DEVICE StaleRows() : subtrahend{{-INFINITY, -INFINITY}}, sum{{0.0f, 0.0f}} {}
+  FG_DEVICE bool is_far(int h) const { return is_far_subtrahend(subtrahend[0][h]); }
   FG_DEVICE float reference(int h) const { return reference_of(subtrahend[0][h]); }
   FG_DEVICE float reference_log2(int, int h, float) const { return reference(h); }
   // `reference`: a usable one.
   FG_DEVICE void set_reference(int h, float reference) { subtrahend[0][h] = subtrahend_of(reference); }
-  FG_DEVICE void see_far() { far = is_far(subtrahend[0][0]) || is_far(subtrahend[0][1]); }
+  // Where the subtrahends are references so far.
+  FG_DEVICE void set_far() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) set_reference(h, subtrahend[0][h]);
+    see_far();
+  }
+  FG_DEVICE void see_far() { far = is_far(0) || is_far(1); }
   // A row that has seen no key by now never will: any finite reference serves.
   FG_DEVICE void settle() {
 #pragma unroll
