@@ -81,11 +81,11 @@ def variant_spec_paths() -> tuple[Path, ...]:
 
 
 def spec_path(spec: str | os.PathLike[str]) -> Path:
-    """A path as it is given; where nothing is there, the shipped file of this name, with or without .yaml."""
+    """The shipped file of this name; else the path as it is given. With .yaml a name is a path first, so that a copy
+    in the working directory counts; a folder called fa3_fwd hides nothing."""
     path = Path(spec)
-    named = [] if path.exists() else [p for p in (*shipped_spec_paths(), *variant_spec_paths())
-                                         if os.fspath(spec) in (p.name, p.stem)]
-    return named[0] if named else path
+    named = [p for p in (*shipped_spec_paths(), *variant_spec_paths()) if os.fspath(spec) in (p.name, p.stem)]
+    return named[0] if named and (os.fspath(spec) == named[0].stem or not path.exists()) else path
 
 
 def load_specs(path: str | os.PathLike[str]) -> SpecFile:

@@ -27,6 +27,7 @@ from flashgen.runtime.bench_cases import Case
 from flashgen.runtime.doctor import driver_version
 from flashgen.runtime.lookup import archs_for
 from flashgen.runtime.nvrtc import version_text
+from flashgen.runtime.torch_ops import ATTENTION_ARGUMENTS
 
 TIMING_MS = 5.0      # of one timing at least: far above what an event resolves
 FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")  # built from source; the wheel fa3-fwd
@@ -375,8 +376,7 @@ def host_us(calls: dict[str, Call], wait: Callable[[], object], clock: Callable[
 @contextlib.contextmanager
 def _empty_op() -> Iterator[Callable[..., object]]:
     library = torch.library.Library("flashgen_bench", "DEF")
-    library.define("empty(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, int causal, "
-                   "int window_left, int window_right, float softmax_scale, str spec, *, Tensor(a!) out) -> ()")
+    library.define(f"empty({ATTENTION_ARGUMENTS}, *, Tensor(a!) out) -> ()")
     library.impl("empty", lambda *_, out: None, "CUDA")
     torch.library.register_fake("flashgen_bench::empty", lambda *_, out: None, lib=library)
     try:

@@ -9,6 +9,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.errors import UnsupportedError
 
 ALIGNMENT_BYTES = 16  # one cp.async
+MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30    # sums of two positions and a window stay within 32 bits
 CAUSAL_CODES = {False: 0, True: 1, "top_left": 2}
 DTYPE_NAMES = {getattr(torch, d.torch_name): d.name for d in DTYPES.values()}
@@ -60,7 +61,7 @@ def check_qkv(q, k, v, cu_q, cu_kv):  # type: ignore[no-untyped-def]
         raise UnsupportedError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together",
                                where="q, k, v", allowed="one batch; k and v equal but for the last dimension; q and k "
                                "of one head_dim_qk")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+    if q.shape[-2] % k.shape[-2] if k.shape[-2] else q.shape[-2]:
         raise UnsupportedError(f"{q.shape[-2]} query heads over {k.shape[-2]} kv heads", where="q, k",
                                allowed="num_heads_q a multiple of num_heads_kv")
     if varlen:
@@ -80,6 +81,16 @@ def check_prefix_sums(cu_q, cu_kv, total_q: int, total_kv: int) -> None:  # type
         if bad is not None:
             raise UnsupportedError(f"{name}[{bad}] is {ends[bad]}" + (f" after {ends[bad - 1]}" if bad else ""),
                                    where=name, allowed=f"sums of lengths: 0 first, never falling, at most {total}")
+
+
+def check_head_dims(head_dim_qk: int, head_dim_v: int) -> None:
+    """UnsupportedError unless both are multiples of 8 up to MAX_HEAD_DIM: what 16-byte copies and the tiles cover."""
+    dims = (head_dim_qk, head_dim_v)
+    if any(d % 8 or not 8 <= d <= MAX_HEAD_DIM for d in dims):
+        nearest = tuple(min(max(8, -(-d // 8) * 8), MAX_HEAD_DIM) for d in dims)
+        raise UnsupportedError(f"head dims (head_dim_qk, head_dim_v) = {dims}",
+                               allowed=f"multiples of 8 from 8 to {MAX_HEAD_DIM}",
+                               nearest=f"{nearest}: pad q, k and v with zero columns and give softmax_scale")
 
 
 def check_options(left: int, right: int, scale: float) -> None:

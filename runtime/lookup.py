@@ -20,7 +20,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr_tree import Param
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
-from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths, spec_path
+from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.codegen.spec_expr import SINK, changed
 from flashgen.codegen.spec_fields import rows
 from flashgen.codegen.target import TARGETS
@@ -29,6 +29,7 @@ from flashgen.errors import BundleError, UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.bundle import Bundle
 from flashgen.runtime.driver import device_facts
+from flashgen.runtime.handles import Form, forget_paths, form, opened, title
 from flashgen.runtime.kernel import Kernel
 from flashgen.runtime.selector import Selector, selector
 from flashgen.runtime.split import Cutting, best_twin
@@ -37,7 +38,6 @@ from flashgen.runtime.variant import Variant
 if TYPE_CHECKING:
     from flashgen.runtime.emulator.kernel import EmulatedKernel
 
-MAX_HEAD_DIM = 256
 EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
 EMULATED_FIRST = "sm_90"  # the target whose kernels are emulated where the call leaves a choice
 EMULATED_FAMILIES = ("fa2",)  # likewise, of those that have pass fwd
@@ -50,7 +50,7 @@ NO_MAPS = ("q, k or v has rows, heads or sequences that overlap (as expanded ten
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a call asks of its kernel. `spec` is "" or a handle of `spec_handle`."""
+    """What a call asks of its kernel. `spec` is "" or a handle."""
 
     dtype: str
     head_dim_qk: int
@@ -79,10 +79,10 @@ class Registry:
 
     def __init__(self) -> None:
         self._bundles: list[Bundle] | None = None
-        self._specs: dict[str, tuple[Spec, ...]] = {}
-        self._open: dict[str, Variant] = {}  # whose specs follow from the call
+        self._opened: dict[str, Variant | tuple[Spec, ...]] = {}  # by handle; specs of a Variant follow from the call
         self._kernels: dict[tuple[Wanted, int], Kernel | EmulatedKernel] = {}
         self._params: dict[str, tuple[Param, ...]] = {}
+        self._forms: dict[str, Form] = {}
         self._lock = threading.RLock()  # a signal handler that calls a kernel may come while one is being found
         self.generation = 0  # changes when what was memoised elsewhere may no longer be the first choice
 
@@ -107,32 +107,40 @@ class Registry:
             self._bundles = [_from_search_path(path) for path in paths if path]
         return self._bundles
 
-    def spec_handle(self, spec: str | Path | Spec | Variant | None) -> str:
-        """A string that names the variants `spec` allows: "" for any, a path, or a Spec's own name and contents."""
-        if spec is None:
-            return ""
-        if isinstance(spec, Variant):
-            self._open[spec.handle] = spec
-            return spec.handle
-        if isinstance(spec, Spec):
-            handle = f"{spec.variant}.{spec.arch}#{hash(spec) & 0xffffffffffffffff:x}"
-            self._specs[handle] = (spec,)
-            return handle
-        return os.fspath(spec)
+    def reload(self) -> None:
+        """Forget all that was read from spec files, and the kernels that came of it."""
+        with self._lock:
+            for memo in (self._opened, self._params, self._forms, self._kernels):
+                memo.clear()
+            forget_paths()
+            _shipped.cache_clear()
+            self.generation += 1
 
-    def _variants(self, handle: str) -> tuple[Spec, ...]:
-        if handle not in self._specs:
-            self._specs[handle] = load_specs(spec_path(handle)).specs
-        return self._specs[handle]
+    def _open(self, handle: str) -> Variant | tuple[Spec, ...]:
+        found = self._opened.get(handle)
+        if found is None:
+            found = self._opened[handle] = opened(handle)
+        return found
 
     def params(self, handle: str) -> tuple[Param, ...]:
         """What variants of a handle read of each call, sorted by name, the sink last."""
-        if handle not in self._params:
-            known = (self._open[handle].params if handle in self._open else
-                     [param for spec in self._variants(handle) for param in spec.expressions.params])
-            found = {param.name: param for param in known if param != SINK}
-            self._params[handle] = (*(found[name] for name in sorted(found)), *((SINK,) if SINK in known else ()))
-        return self._params[handle]
+        found = self._params.get(handle)
+        if found is None:
+            spec = self._open(handle)
+            known = spec.params if isinstance(spec, Variant) else [p for one in spec for p in one.expressions.params]
+            by_name = {param.name: param for param in known if param != SINK}
+            found = self._params[handle] = (*(by_name[name] for name in sorted(by_name)),
+                                            *((SINK,) if SINK in known else ()))
+        return found
+
+    def form(self, handle: str) -> Form:
+        """What sorts the values of a call's parameters."""
+        found = self._forms.get(handle)
+        if found is None:
+            spec = self._open(handle)
+            declared = spec.fields["params"] if isinstance(spec, Variant) else [p for one in spec for p in one.params]
+            found = self._forms[handle] = form(handle, self.params(handle), [param.name for param in declared])
+        return found
 
     def kernel(self, wanted: Wanted, device_index: int) -> Kernel | EmulatedKernel:
         """The kernel for a call on cuda:<device_index>, whose context is current, or on the EMULATED one.
@@ -175,7 +183,8 @@ class Registry:
 
     def _has_twins(self, handle: str) -> bool:
         """Whether variants of a handle may differ in `split` and `pack_gqa`: those with expressions cannot."""
-        return handle not in self._open and not (handle and all(map(changed, self._variants(handle))))
+        spec = self._open(handle) if handle else ()
+        return not isinstance(spec, Variant) and not (spec and all(map(changed, spec)))
 
     @staticmethod
     def _archs(device_index: int) -> list[str]:
@@ -188,8 +197,8 @@ class Registry:
         archs = self._archs(device_index)
         if wanted.spec:
             families = EMULATED_FAMILIES if emulated else FAMILIES
-            variants = (self._open[wanted.spec].specs(_kinds_of(wanted, archs, families))
-                        if wanted.spec in self._open else self._variants(wanted.spec))
+            spec = self._open(wanted.spec)
+            variants = (spec.specs(_kinds_of(wanted, archs, families)) if isinstance(spec, Variant) else spec)
             choice = Choice(_matching(variants, wanted, archs), "its spec is named")
         elif emulated:
             choice = choose(wanted, archs, EMULATED_FAMILIES if wanted.pass_ == "fwd" else None)
@@ -221,6 +230,14 @@ def _from_search_path(path: str) -> Bundle:
     except BundleError as err:
         raise BundleError(err.what, where=f"{err.where}, which FLASHGEN_BUNDLE_PATH names", allowed=err.allowed,
                           next=f"{err.next}; or take it off FLASHGEN_BUNDLE_PATH") from err
+
+
+def form_of(handle: str) -> Form:
+    """What sorts the values of a call's parameters."""
+    return registry.form(handle)
+
+
+form_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it while it traces
 
 
 def archs_for(cc: int) -> list[str]:
@@ -271,24 +288,15 @@ def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> S
         if _reads(spec.family, wanted):
             return spec
     if serving:
-        raise UnsupportedError(NO_MAPS, where=f"spec={wanted.spec!r}", allowed="tensors whose rows do not overlap",
+        raise UnsupportedError(NO_MAPS, where=f"spec={title(wanted.spec)!r}",
+                               allowed="tensors whose rows do not overlap",
                                next="leave spec out, or give q.contiguous(), k.contiguous() and v.contiguous()")
     names = sorted({v.variant for v in variants if v.arch in archs})
     raise UnsupportedError(
-        f"no variant of it serves {_asked(wanted)} on {archs[0]}", where=f"spec={wanted.spec!r}",
+        f"no variant of it serves {_asked(wanted)} on {archs[0]}", where=f"spec={title(wanted.spec)!r}",
         allowed=", ".join(names[:8]) + (" ..." if len(names) > 8 else "") if names
         else f"its archs are {', '.join(sorted({v.arch for v in variants}))}",
         next="add the missing values to the spec, or leave spec out")
-
-
-def check_head_dims(head_dim_qk: int, head_dim_v: int) -> None:
-    """UnsupportedError unless both are multiples of 8 up to MAX_HEAD_DIM: what 16-byte copies and the tiles cover."""
-    dims = (head_dim_qk, head_dim_v)
-    if any(d % 8 or not 8 <= d <= MAX_HEAD_DIM for d in dims):
-        nearest = tuple(min(max(8, -(-d // 8) * 8), MAX_HEAD_DIM) for d in dims)
-        raise UnsupportedError(f"head dims (head_dim_qk, head_dim_v) = {dims}",
-                               allowed=f"multiples of 8 from 8 to {MAX_HEAD_DIM}",
-                               nearest=f"{nearest}: pad q, k and v with zero columns and give softmax_scale")
 
 
 def why(wanted: Wanted, cc: int) -> str:
@@ -381,3 +389,11 @@ def load_bundle(directory: str | Path) -> Bundle:
     Raises BundleError if its manifest is damaged or of an incompatible flashgen.
     """
     return registry.load_bundle(directory)
+
+
+def reload() -> None:
+    """Read spec files anew: what changed in them counts from the next call on, also in compiled graphs.
+
+    Each file is otherwise read once per process, and each relative path is looked up once per working directory.
+    """
+    registry.reload()

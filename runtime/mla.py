@@ -1,4 +1,4 @@
-"""flashgen.mla_decode, flashgen.mla_schedule and the torch ops behind them: a few new queries over a latent cache.
+"""flashgen.mla_decode, flashgen.mla_schedule and what their torch ops run: a few new queries over a latent cache.
 
 Built as ops.py is. Which block does what depends on the lengths, which lie in device memory: a kernel works it out, so
 that no call waits for the device, and a CUDA graph may be replayed with other lengths.
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
 from flashgen.runtime import checks, ops
 from flashgen.runtime.counters import CountingLauncher, counters_of
 from flashgen.runtime.driver import api
+from flashgen.runtime.handles import handle_of
 from flashgen.runtime.kernel import Kernel, Launcher
 from flashgen.runtime.lookup import EMULATED, Wanted, registry
 from flashgen.runtime.mla_checks import (
@@ -31,7 +33,9 @@ from flashgen.runtime.mla_checks import (
 )
 from flashgen.runtime.mla_values import mla_values, schedule_values
 from flashgen.runtime.tensor_map import fits_maps
+from flashgen.runtime.torch_ops import DECODE, DECODE_DYNAMIC, SCHEDULE, all_static, as_numbers
 from flashgen.runtime.values import pointer_names
+from flashgen.runtime.wrapped import refuse_wrapped
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
@@ -63,11 +67,13 @@ def mla_schedule(seqlens_kv: Tensor, num_heads_q: int, seqlen_q: int = 1) -> Mla
     raise_first(wrong_sizes(num_heads_q, seqlen_q))
     raise_first(wrong_lengths(seqlens_kv, None))
     if ops.FORCE_CPU and seqlens_kv.is_cuda:
-        rows = _schedule(seqlens_kv.cpu(), num_heads_q, seqlen_q).to(seqlens_kv.device)
-    elif torch.compiler.is_compiling() or not ops._nobody_listens(seqlens_kv, seqlens_kv, seqlens_kv):
-        rows = _schedule_op(seqlens_kv, num_heads_q, seqlen_q)
+        rows = run_schedule(seqlens_kv.cpu(), num_heads_q, seqlen_q).to(seqlens_kv.device)
+    elif is_dynamo_compiling() or not ops._nobody_listens(seqlens_kv, seqlens_kv, seqlens_kv):
+        if not is_dynamo_compiling():
+            refuse_wrapped(seqlens_kv=seqlens_kv)
+        rows = SCHEDULE(seqlens_kv, num_heads_q, seqlen_q)
     else:
-        rows = _schedule(seqlens_kv, num_heads_q, seqlen_q)
+        rows = run_schedule(seqlens_kv, num_heads_q, seqlen_q)
     return MlaSchedule(rows, seqlens_kv.shape[0], num_heads_q, seqlen_q)
 
 
@@ -101,8 +107,9 @@ def mla_decode(q: Tensor, kv_cache: Tensor, seqlens_kv: Tensor | int, *, page_ta
 
     Raises as flashgen.attention.
     """
-    if torch.is_grad_enabled() and (q.requires_grad or kv_cache.requires_grad):
-        raise UnsupportedError("a gradient is asked for, and a decode has none", where="q, kv_cache",
+    if torch.is_grad_enabled() and (q.requires_grad or kv_cache.requires_grad
+                                    or (sink is not None and sink.requires_grad)):
+        raise UnsupportedError("a gradient is asked for, and a decode has none", where="q, kv_cache, sink",
                                allowed="inputs without requires_grad", next="call it under torch.no_grad()")
     if not (q.is_cuda or q.is_cpu):
         raise UnsupportedError(f"q is on {q.device}", where="q",
@@ -116,18 +123,36 @@ def mla_decode(q: Tensor, kv_cache: Tensor, seqlens_kv: Tensor | int, *, page_ta
     if ops.FORCE_CPU and q.is_cuda:
         return _on_cpu(q, kv_cache, seqlens_kv, page_table, sink, return_lse, out, causal=causal, spec=spec,
                        softmax_scale=softmax_scale, lse_counts_sink=lse_counts_sink)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    try:
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    except RuntimeError:  # a nested tensor has no shape
+        refuse_wrapped(q=q)
+        raise
     options = (q, kv_cache, seqlens_kv, page_table, sink, None if schedule is None else schedule.rows, bool(causal),
-               scale, bool(lse_counts_sink), "" if spec is None else registry.spec_handle(spec))
-    if not torch.compiler.is_compiling() and ops._nobody_listens(q, kv_cache, seqlens_kv):
-        out, lse = _run(*options, out, return_lse)
-        return (out, lse) if return_lse else out
-    if out is None:
-        return (_decode_lse_op if return_lse else _decode_op)(*options)
-    if return_lse:
-        return out, _decode_out_lse_op(*options, out=out)
-    _decode_out_op(*options, out=out)
-    return out
+               scale, bool(lse_counts_sink), "" if spec is None else handle_of(spec))
+    if is_dynamo_compiling() or not ops._nobody_listens(q, kv_cache, seqlens_kv):
+        return _dispatch(*options, out, return_lse, softmax_scale is None)
+    out, lse = _run(*options, out, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _dispatch(  # type: ignore[no-untyped-def]
+        q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec, out, want_lse, is_default_scale):
+    """The call through torch's dispatcher, for whoever wants to see it."""
+    given = DECODE
+    if not is_dynamo_compiling():
+        refuse_wrapped(q=q, kv_cache=kv, seqlens_kv=seqlens, page_table=page_table, sink=sink, schedule=rows, out=out)
+    elif not (is_default_scale or all_static(scale)):
+        given, scale = DECODE_DYNAMIC, as_numbers(scale)
+    return given.call((q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec), out, want_lse)
+
+
+def run_op(  # type: ignore[no-untyped-def]
+        out, want_lse, q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec):
+    """_run for an op. `scale` is a tensor of numbers in the ops that take one."""
+    if isinstance(scale, Tensor):
+        scale = scale.item()
+    return _run(q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec, out, want_lse)
 
 
 def _on_cpu(q, kv, seqlens, page_table, sink, want_lse, out, **options):  # type: ignore[no-untyped-def]
@@ -164,9 +189,13 @@ def _run(  # type: ignore[no-untyped-def]
         q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec, out, want_lse):
     """(out, lse or None). `out` None: allocated here."""
     device_index = q.get_device()
-    key = (q.shape, kv.shape, q.stride(), kv.stride(), q.dtype, kv.dtype, device_index, kv.get_device(),
-           q.data_ptr() & 15, kv.data_ptr() & 15, causal, scale, counts_sink, spec, _form(seqlens), _form(page_table),
-           _form(sink), _form(rows), None if out is None else (_form(out), out.data_ptr() & 15))
+    try:
+        key = (q.shape, kv.shape, q.stride(), kv.stride(), q.dtype, kv.dtype, device_index, kv.get_device(),
+               q.data_ptr() & 15, kv.data_ptr() & 15, causal, scale, counts_sink, spec, _form(seqlens),
+               _form(page_table), _form(sink), _form(rows), None if out is None else (_form(out), out.data_ptr() & 15))
+    except RuntimeError:  # sparse and nested tensors have no such things
+        refuse_wrapped(q=q, kv_cache=kv, seqlens_kv=seqlens, page_table=page_table, sink=sink, schedule=rows, out=out)
+        raise
     call = _memo.calls.get(key)
     if call is None or call.generation != registry.generation:
         call = _prepare(q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec, out)
@@ -183,7 +212,7 @@ def _run(  # type: ignore[no-untyped-def]
     q, page_table = (t.clone(memory_format=torch.contiguous_format) if copy else t
                      for t, copy in zip((q, page_table), call.copies, strict=True))
     if rows is None:
-        rows = _schedule(seqlens, q.shape[2], q.shape[1])
+        rows = run_schedule(seqlens, q.shape[2], q.shape[1])
     tensors = (q, kv, out, lse, page_table, seqlens, sink, rows)
     _launch(call.launcher, device_index, POINTERS, tensors)
     return out, lse
@@ -212,7 +241,7 @@ def _launch(launcher, device_index: int, names, tensors) -> None:  # type: ignor
             launcher(ops._current_stream(device_index), *pointers)
 
 
-def _schedule(seqlens: Tensor, num_heads_q: int, seqlen_q: int) -> Tensor:
+def run_schedule(seqlens: Tensor, num_heads_q: int, seqlen_q: int) -> Tensor:
     """The rows of a schedule. Nothing is launched where no request is there."""
     device_index = seqlens.get_device()
     key = (seqlens.shape[0], num_heads_q, seqlen_q, device_index)
@@ -312,25 +341,6 @@ def _strides(q: Tensor, kv: Tensor, copied: bool) -> dict[str, int]:
             "kv_page_stride": page_size * kv_row if pages == 1 else kv.stride(0), "kv_row_stride": kv_row}
 
 
-# ---- the ops
-
-_ARGUMENTS = ("Tensor q, Tensor kv_cache, Tensor seqlens_kv, Tensor? page_table, Tensor? sink, Tensor? schedule, "
-              "bool causal, float softmax_scale, bool lse_counts_sink, str spec")
-
-
-def _fake_out(q, *_):  # type: ignore[no-untyped-def]
-    return q.new_empty((*q.shape[:-1], HEAD_DIM_V))
-
-
-def _fake_lse(q, *_):  # type: ignore[no-untyped-def]
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-
-
-def _fake_schedule(seqlens, num_heads_q, seqlen_q):  # type: ignore[no-untyped-def]
+def fake_schedule(seqlens: Tensor, num_heads_q: int, seqlen_q: int) -> Tensor:
+    """As run_schedule, for tensors without elements."""
     return seqlens.new_empty(_rows_shape(_schedule_kernel(seqlens.device, seqlens.shape[0], num_heads_q, seqlen_q)[1]))
-
-
-_decode_op, _decode_lse_op, _decode_out_op, _decode_out_lse_op = ops.op_set(
-    "mla_decode", _ARGUMENTS, _run, _fake_out, _fake_lse)
-_schedule_op = ops.define("mla_schedule", "(Tensor seqlens_kv, int num_heads_q, int seqlen_q) -> Tensor", _schedule,
-                          _fake_schedule)

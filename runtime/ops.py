@@ -1,9 +1,7 @@
-"""flashgen.attention and the torch ops behind it.
+"""flashgen.attention, and what its torch ops (torch_ops.py) run.
 
-The ops are defined through torch.library.Library, whose dispatch costs a tenth of custom_op's. Each keeps one fixed
-signature (attention, attention_lse, attention_out, attention_out_lse), because optional outputs would need a fake
-implementation that depends on values. What a call needs beyond its pointers is worked out once per combination of
-shapes, strides and options, and memoised per thread.
+What a call needs beyond its pointers is worked out once per combination of shapes, strides and options, and memoised
+per thread.
 """
 from __future__ import annotations
 
@@ -15,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from flashgen.codegen.expr_tree import TensorParam
 from flashgen.codegen.spec_expr import SINK
@@ -24,6 +24,7 @@ from flashgen.runtime.checks import (
     CAUSAL_CODES,
     DTYPE_NAMES,
     check_call,
+    check_head_dims,
     check_options,
     check_out,
     check_prefix_sums,
@@ -33,12 +34,15 @@ from flashgen.runtime.checks import (
 )
 from flashgen.runtime.counters import CountingLauncher, counters_of
 from flashgen.runtime.driver import api
+from flashgen.runtime.handles import SEPARATOR, handle_of
 from flashgen.runtime.kernel import Kernel, Launcher
-from flashgen.runtime.lookup import EMULATED, Wanted, check_head_dims, registry
-from flashgen.runtime.params import bind, check_tensors, joined, parted
+from flashgen.runtime.lookup import EMULATED, Wanted, form_of, registry
+from flashgen.runtime.params import bind, check_tensors, unbound
 from flashgen.runtime.tensor_map import fits_maps
+from flashgen.runtime.torch_ops import ATTENTION, ATTENTION_DYNAMIC, all_static, as_numbers
 from flashgen.runtime.values import is_persistent, launch_values, pointer_names, splits_keys
 from flashgen.runtime.variant import Variant
+from flashgen.runtime.wrapped import refuse_wrapped
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
@@ -88,52 +92,49 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     if FORCE_CPU and q.is_cuda:
         return _on_cpu(q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, return_lse=return_lse,
                        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, out=out, spec=spec, params=params)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    handle, tensors = "", None
+    try:
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    except RuntimeError:  # a nested tensor has no shape
+        refuse_wrapped(q=q)
+        raise
+    text, bound = "", None
     if spec is not None or params:
-        handle, tensors = _bound(spec, params)
-    options = (cu_seqlens_q, cu_seqlens_kv, CAUSAL_CODES[causal], window[0], window[1], scale, handle)
-    if tensors:
-        return _attend_with(q, k, v, options, tensors, out, return_lse)
-    if not torch.compiler.is_compiling() and _nobody_listens(q, k, v):
-        out, lse = _run(q, k, v, *options, None, out, return_lse)
-        return (out, lse) if return_lse else out
-    if out is None:
-        return _attention_lse_op(q, k, v, *options) if return_lse else _attention_op(q, k, v, *options)
-    if return_lse:
-        return out, _attention_out_lse_op(q, k, v, *options, out=out)
-    _attention_out_op(q, k, v, *options, out=out)
-    return out
+        text, bound = _bound(spec, params)
+    options = (cu_seqlens_q, cu_seqlens_kv, CAUSAL_CODES[causal], window[0], window[1], scale, text, bound)
+    if is_dynamo_compiling() or not _nobody_listens(q, k, v):
+        return _dispatch(q, k, v, *options, out, return_lse, softmax_scale is None)
+    out, lse = _run(q, k, v, *options, out, return_lse)
+    return (out, lse) if return_lse else out
 
 
 def _bound(spec, params):  # type: ignore[no-untyped-def]
-    """(what names the spec and the scalars for it, the tensors) of a call."""
+    """(the text that names the spec, the values of its parameters) of a call."""
     if spec is None:
         raise UnsupportedError("params without a spec that declares them", where="params", allowed="spec=... beside it",
                                next="flashgen.variant(score=..., params=...) makes one")
-    handle = registry.spec_handle(spec)
-    declared = registry.params(handle)
-    if not declared and not params:
-        return handle, None
-    written = spec.fields["params"] if isinstance(spec, Variant) else getattr(spec, "params", ())
-    unread = [param.name for param in written]
-    scalars, tensors = bind(declared, params, f"spec {handle}", unread)
-    return joined(handle, scalars), tensors
+    form = form_of(spec.handle if isinstance(spec, Variant) else handle_of(spec))
+    return form.text, bind(form, params)
 
 
-def _attend_with(q, k, v, options, tensors, out, return_lse):  # type: ignore[no-untyped-def]
-    """The call where parameters are tensors."""
-    if not torch.compiler.is_compiling() and _nobody_listens(q, k, v):
-        out, lse = _run(q, k, v, *options, tensors, out, return_lse)
-    elif out is None:
-        if not return_lse:
-            return _ops.attention_with(q, k, v, *options, tensors)
-        out, lse = _ops.attention_lse_with(q, k, v, *options, tensors)
-    elif return_lse:
-        lse = _ops.attention_out_lse_with(q, k, v, *options, tensors, out=out)
-    else:
-        _ops.attention_out_with(q, k, v, *options, tensors, out=out)
-    return (out, lse) if return_lse else out
+def _dispatch(  # type: ignore[no-untyped-def]
+        q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse, is_default_scale):
+    """The call through torch's dispatcher, for whoever wants to see it."""
+    ints, floats, tensors = bound or ((), (), ())
+    ops = ATTENTION
+    if not is_dynamo_compiling():
+        refuse_wrapped(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, out=out, **_named(bound))
+    elif not all_static(*floats) or not (is_default_scale or all_static(scale)):
+        ops, scale, floats = ATTENTION_DYNAMIC, as_numbers(scale, *floats), ()
+    return ops.call((q, k, v, cu_q, cu_kv, causal, left, right, scale, text, ints, floats, tensors), out, want_lse)
+
+
+def run_op(  # type: ignore[no-untyped-def]
+        out, want_lse, q, k, v, cu_q, cu_kv, causal, left, right, scale, text, ints=(), floats=(), tensors=None):
+    """_run for an op. `scale` is a tensor of numbers in the ops that take one."""
+    if isinstance(scale, torch.Tensor):
+        scale, *floats = scale.tolist()
+    bound = (tuple(ints), tuple(floats), tuple(tensors or ())) if ints or floats or tensors else None
+    return _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse)
 
 
 def _on_cpu(*tensors, out, **options):  # type: ignore[no-untyped-def]
@@ -150,10 +151,10 @@ def _on_cpu(*tensors, out, **options):  # type: ignore[no-untyped-def]
 
 
 def _nobody_listens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether going through the dispatcher would do nothing but cost time: plain tensors, and no mode that wants to see
-    or replace the op (fake tensors, tracing, profiling by dispatch)."""
-    return (type(q) is type(k) is type(v) is torch.Tensor and not torch._C._len_torch_dispatch_stack()
-            and not torch._C._len_torch_function_stack())
+    """Whether going through the dispatcher would do nothing but cost time: plain tensors, no mode that wants to see or
+    replace the op (fake tensors, tracing, profiling by dispatch), no transform of torch.func, no forward-mode AD."""
+    return (type(q) is type(k) is type(v) is torch.Tensor and not _dispatch_modes() and not _function_modes()
+            and forward_ad._current_level < 0 and _transform_level() is None)
 
 
 class _Call:
@@ -178,26 +179,32 @@ class _Memo(threading.local):
 
 
 _memo = _Memo()
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transform_level = torch._C._functorch.maybe_current_level
 _current_stream = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else (
     lambda index: torch.cuda.current_stream(index).cuda_stream)
 
 
 def _run(  # type: ignore[no-untyped-def]
-        q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, tensors, out, want_lse):
+        q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse):
     """(out, lse or None). `out` None: allocated here."""
-    q_pointer, k_pointer, v_pointer, device_index = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
-    if not (q.dtype is k.dtype is v.dtype and device_index == k.get_device() == v.get_device()):
-        check_qkv(q, k, v, cu_q, cu_kv)  # raises: the key below speaks of q's alone
-    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, device_index, q_pointer & 15,
-           k_pointer & 15, v_pointer & 15, causal, left, right, scale, spec, want_lse,
-           None if out is None else (out.shape, out.stride(), out.dtype, out.get_device(), out.data_ptr() & 15),
-           None if cu_q is None else (cu_q.shape, cu_q.stride(), cu_q.dtype, cu_q.get_device(),
-                                      cu_kv.shape, cu_kv.stride(), cu_kv.dtype, cu_kv.get_device()),
-           None if tensors is None else tuple((t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors))
+    try:
+        q_pointer, k_pointer, v_pointer, device_index = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
+        if not (q.dtype is k.dtype is v.dtype and device_index == k.get_device() == v.get_device()):
+            check_qkv(q, k, v, cu_q, cu_kv)  # raises: the key below speaks of q's alone
+        key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, device_index, q_pointer & 15,
+               k_pointer & 15, v_pointer & 15, causal, left, right, scale, text, want_lse,
+               None if out is None else (out.shape, out.stride(), out.dtype, out.get_device(), out.data_ptr() & 15),
+               None if cu_q is None else (cu_q.shape, cu_q.stride(), cu_q.dtype, cu_q.get_device(),
+                                          cu_kv.shape, cu_kv.stride(), cu_kv.dtype, cu_kv.get_device()),
+               None if bound is None else _bound_key(*bound))
+    except RuntimeError:  # sparse and nested tensors have no such things
+        refuse_wrapped(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, out=out, **_named(bound))
+        raise
     calls = _memo.calls
     call = calls.get(key)
     if call is None or call.generation != registry.generation:
-        call = _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, tensors, out, want_lse)
+        call = _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse)
         if device_index >= 0:  # an emulated launch takes so long that preparing it anew costs nothing
             if len(calls) >= MEMO_LIMIT:
                 calls.clear()
@@ -205,28 +212,37 @@ def _run(  # type: ignore[no-untyped-def]
     if call.copies is not None:
         q, k, v = (t.clone(memory_format=torch.contiguous_format) if copy else t
                    for t, copy in zip((q, k, v), call.copies, strict=True))
-        return _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, tensors, out, want_lse)
+        return _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse)
     if out is None:
         out = torch.empty_like(q) if call.out_like_q else q.new_empty(call.out_shape)  # the first is faster
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if want_lse else None
     if call.launcher is None:  # no key to look at, or no query
         out.zero_()
         if lse is not None:
-            lse.copy_(tensors[-1][:, None]) if call.sink else lse.fill_(-math.inf)
+            lse.copy_(bound[2][-1][:, None]) if call.sink else lse.fill_(-math.inf)
         return out, lse
     if device_index < 0:
-        users = {name: tensors[place] for name, place in call.users}
+        users = {name: bound[2][place] for name, place in call.users}
         call.launcher(q=q, k=k, v=v, out=out, lse=lse, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **users)
         return out, lse
     pointers = [q_pointer, k_pointer, v_pointer, *_more_pointers(call.takes_lse, out, lse, cu_q, cu_kv)]
     if call.users:
-        pointers += [tensors[place].data_ptr() for _, place in call.users]
+        pointers += [bound[2][place].data_ptr() for _, place in call.users]
     if torch._C._cuda_getDevice() == device_index:
         call.launcher(_current_stream(device_index), *pointers)
     else:
         with torch.cuda.device(device_index):
             call.launcher(_current_stream(device_index), *pointers)
     return out, lse
+
+
+def _named(bound):  # type: ignore[no-untyped-def]
+    return {f"tensor {place} of params": t for place, t in enumerate(bound[2] if bound else (), 1)}
+
+
+def _bound_key(ints, floats, tensors):  # type: ignore[no-untyped-def]
+    """What the values of parameters decide. As text, since 0.0 equals -0.0 and kernels tell them apart."""
+    return ints, floats and str(floats), tuple((t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors)
 
 
 def _more_pointers(takes_lse, out, lse, cu_q, cu_kv):  # type: ignore[no-untyped-def]
@@ -240,7 +256,7 @@ def _more_pointers(takes_lse, out, lse, cu_q, cu_kv):  # type: ignore[no-untyped
 
 
 def _prepare(  # type: ignore[no-untyped-def]
-        q, k, v, cu_q, cu_kv, causal, left, right, scale, spec, tensors, out, want_lse) -> _Call:
+        q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse) -> _Call:
     """Checks everything about a call that its shapes, strides and options decide, and finds its kernel."""
     varlen = cu_q is not None
     check_qkv(q, k, v, cu_q, cu_kv)
@@ -251,9 +267,10 @@ def _prepare(  # type: ignore[no-untyped-def]
     batch, seqlen_q = (cu_q.shape[0] - 1, q.shape[0]) if varlen else (q.shape[0], q.shape[1])
     seqlen_kv = k.shape[-3]
     num_heads_q, num_heads_kv, head_dim_qk, head_dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-    spec, scalars = parted(spec)
-    declared = registry.params(spec) if spec else ()
-    check_tensors(declared, tensors or (), q.device, {
+    handle, _, known = text.rpartition(SEPARATOR)
+    declared = registry.params(handle) if handle else ()
+    scalars = unbound(known, declared, bound)
+    check_tensors(declared, bound[2] if bound else (), q.device, {
         "num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv, "batch": batch,
         **({"total_q": seqlen_q, "total_kv": seqlen_kv} if varlen else
            {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv})})
@@ -271,7 +288,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     left, right = (-1 if side >= reach else side for side in (left, right))
     windowed = left >= 0 or (right >= 0 and not causal)  # causal bounds the right side anyway
     wanted = Wanted(DTYPE_NAMES[q.dtype], head_dim_qk, head_dim_v, bool(causal) and not windowed, windowed,
-                    "varlen" if varlen else "dense", want_lse, spec,
+                    "varlen" if varlen else "dense", want_lse, handle,
                     all(fits_maps(t.shape, t.stride(), t.element_size()) for t in (q, k, v, out) if t is not None))
     if 0 in out_shape or (batch == 0 and declared):
         return _Call(None, out_shape, lse_shape, None, sink=sink)
@@ -324,53 +341,3 @@ class _Contiguous:
         for size in reversed(self.shape[1:]):
             strides.insert(0, strides[0] * size)
         return tuple(strides)
-
-
-# ---- the ops
-
-_ARGUMENTS = ("Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, int causal, int window_left, "
-              "int window_right, float softmax_scale, str spec")
-_library = torch.library.Library("flashgen", "DEF")  # kept alive: its ops go with it
-_NUM_ARGUMENTS = _ARGUMENTS.count(",") + 1
-
-
-def define(name, schema, function, fake):  # type: ignore[no-untyped-def]
-    """flashgen::<name>, which runs `function` on both kinds of device."""
-    _library.define(name + schema)
-    _library.impl(name, function, "CUDA")
-    _library.impl(name, function, "CPU")
-    torch.library.register_fake(f"flashgen::{name}", fake, lib=_library)
-    return getattr(torch.ops.flashgen, name).default
-
-
-def _run_op(*arguments):  # type: ignore[no-untyped-def]
-    """_run for an op with tensors for parameters, or one without: its arguments, then `out` and `want_lse`."""
-    given = arguments[:-2] if len(arguments) == _NUM_ARGUMENTS + 3 else (*arguments[:-2], None)
-    return _run(*given, *arguments[-2:])
-
-
-def _fake_out(q, k, v, *_):  # type: ignore[no-untyped-def]
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
-
-
-def _fake_lse(q, k, v, cu_q, *_):  # type: ignore[no-untyped-def]
-    shape = (q.shape[-2], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1])
-    return q.new_empty(shape, dtype=torch.float32)
-
-
-def op_set(name, arguments, run, fake_out, fake_lse, suffix=""):  # type: ignore[no-untyped-def]
-    """The four ops of `run`(*arguments, out, want_lse): <name>, <name>_lse, <name>_out and <name>_out_lse, each with
-    `suffix`. `fake_out` and `fake_lse` take the arguments."""
-    return (define(f"{name}{suffix}", f"({arguments}) -> Tensor", lambda *x: run(*x, None, False)[0], fake_out),
-            define(f"{name}_lse{suffix}", f"({arguments}) -> (Tensor, Tensor)", lambda *x: run(*x, None, True),
-                   lambda *x: (fake_out(*x), fake_lse(*x))),
-            define(f"{name}_out{suffix}", f"({arguments}, *, Tensor(a!) out) -> ()",
-                   lambda *x, out: (run(*x, out, False), None)[1], lambda *_, out: None),
-            define(f"{name}_out_lse{suffix}", f"({arguments}, *, Tensor(a!) out) -> Tensor",
-                   lambda *x, out: run(*x, out, True)[1], lambda *x, out: fake_lse(*x)))
-
-
-_attention_op, _attention_lse_op, _attention_out_op, _attention_out_lse_op = op_set(
-    "attention", _ARGUMENTS, _run_op, _fake_out, _fake_lse)
-op_set("attention", f"{_ARGUMENTS}, Tensor[] tensors", _run_op, _fake_out, _fake_lse, "_with")
-_ops = torch.ops.flashgen

@@ -1,67 +1,100 @@
-"""Values for a spec's parameters: bound to their declarations once a call, and checked against its shapes.
+"""Values for a spec's parameters: sorted once a call, and checked against the spec and the call's shapes.
 
-Scalars travel in the text that names the spec, so that all which is memoised per call knows them; tensors travel as a
-list, in the order of their declarations.
+They travel as the ops take them: ints (and bools), floats and tensors, each in the order of their declarations.
 """
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from flashgen.codegen.expr_params import as_scalar
-from flashgen.codegen.expr_tree import Param, TensorParam
+from flashgen.codegen.expr_tree import INT_MAX, INT_MIN, Param, ScalarParam, TensorParam
 from flashgen.errors import SpecError, UnsupportedError
+from flashgen.runtime.handles import Form, signature, title
+from flashgen.runtime.wrapped import refuse_wrapped
 
-SEPARATOR = "\n"  # between a spec's handle and its scalars: in no path, and in no handle of the registry's
 DTYPES = {"float32": torch.float32, "int32": torch.int32, "bool": torch.bool}
+Bound = tuple[tuple[int, ...], tuple[float, ...], tuple[torch.Tensor, ...]]
 
 
-def bind(declared: Sequence[Param], params: Mapping[str, Any] | None, spec: object,
-         unread: Collection[str] = ()) -> tuple[str, list[torch.Tensor]]:
-    """(the scalars as text, the tensors). Raises UnsupportedError for a value that is missing, unknown or no value.
+def bind(form: Form, params: Mapping[str, Any] | None) -> Bound | None:
+    """(ints, floats, tensors) of a call; None where nothing is read. torch.compile traces this, so it looks at types
+    only: numbers may be unknown until the graph runs.
 
-    `declared`: what the expressions read. `unread`: names that are declared, and gone from the canonical form.
+    Raises UnsupportedError for a value that is missing, unknown or of another type.
     """
-    values = dict(params or {})
-    names = [param.name for param in declared]
+    if not form.params and not params:
+        return None
+    values = {} if params is None else params
     for name in values:
-        if name not in names and name not in unread:
-            close = difflib.get_close_matches(str(name), names, n=1)
-            raise UnsupportedError(f"{spec} has no parameter {str(name)[:40]!r}", where=f"params[{str(name)[:40]!r}]",
-                                   allowed=", ".join(names) or "no parameters", nearest=close[0] if close else "")
-    scalars: dict[str, int | float | bool] = {}
-    tensors: list[torch.Tensor] = []
-    for param in declared:
-        where, value = f"params[{param.name!r}]", values.get(param.name)
-        if isinstance(param, TensorParam):
+        if name not in form.unread and name not in [param[0] for param in form.params]:
+            raise _unknown(form, name)
+    ints, floats, tensors = [], [], []
+    for name, kind, default in form.params:
+        value = values.get(name)
+        if kind == "tensor":
             if not isinstance(value, torch.Tensor):
-                raise UnsupportedError(f"{param.name} is {'missing' if value is None else type(value).__name__}",
-                                       where=where, allowed=f"a tensor {param}")
+                raise UnsupportedError(f"{name} is {'missing' if value is None else type(value).__name__}",
+                                       where=f"params[{name!r}]", allowed=f"a tensor, as {title(form.handle)} says")
+            if value.requires_grad and torch.is_grad_enabled():
+                raise UnsupportedError(f"a gradient of {name} is asked for, and flashgen has no backward kernel yet",
+                                       where=f"params[{name!r}]", allowed="tensors without requires_grad",
+                                       next="torch.no_grad()")
             tensors.append(value)
             continue
-        value = param.default if value is None else value
-        if value is None:
-            raise UnsupportedError(f"{param.name} is missing", where=where, allowed=f"a value: {param} has no default")
-        try:
-            scalars[param.name] = as_scalar(param.type, value, where)
-        except SpecError as error:
-            raise UnsupportedError(error.what, where=where, allowed=error.allowed) from None
-    return json.dumps(scalars) if scalars else "", tensors
+        if value is None and default:  # text, since torch.compile makes inputs of the floats that it finds
+            value = float(default) if kind == "float" else int(default) if kind == "int" else default == "True"
+        if kind == "float":
+            if type(value) is not float and not (type(value) is int and INT_MIN <= value <= INT_MAX):
+                value = _scalar(name, kind, value)
+            floats.append(float(value))
+        elif kind == "int" and type(value) is int and INT_MIN <= value <= INT_MAX:
+            ints.append(value)
+        else:
+            ints.append(int(_scalar(name, kind, value)))
+    return (tuple(ints), tuple(floats), tuple(tensors)) if form.params else None
 
 
-def joined(handle: str, scalars: str) -> str:
-    return f"{handle}{SEPARATOR}{scalars}" if scalars else handle
+def _unknown(form: Form, name: object) -> UnsupportedError:
+    names, shown = [param[0] for param in form.params], str(name)[:40]
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return UnsupportedError(f"{title(form.handle)} has no parameter {shown!r}", where=f"params[{shown!r}]",
+                            allowed=", ".join(names) or "no parameters", nearest=close[0] if close else "")
 
 
-def parted(text: str) -> tuple[str, dict[str, int | float]]:
-    """(handle, values of the kernel's scalar parameters) of what `joined` made."""
-    handle, _, scalars = text.partition(SEPARATOR)
-    return handle, {f"user_{name}": int(value) if isinstance(value, bool) else value
-                    for name, value in (json.loads(scalars) if scalars else {}).items()}
+def _scalar(name: str, kind: str, value: object) -> int | float | bool:
+    if value is None:
+        raise UnsupportedError(f"{name} is missing", where=f"params[{name!r}]", allowed=f"a value: {name}, of type "
+                               f"{kind}, has no default")
+    try:
+        return as_scalar(kind, value, f"params[{name!r}]")
+    except SpecError as error:
+        raise UnsupportedError(error.what, where=error.where, allowed=error.allowed) from None
+
+
+def unbound(known: str, declared: Sequence[Param], bound: Bound | None) -> dict[str, int | float]:
+    """Values of the kernel's scalar parameters. `known`: the signature that the call was made with.
+
+    UnsupportedError if that is not the signature of `declared`, which is so where a spec file was changed after
+    torch.compile or torch.export made a graph of the call; and for numbers that no kernel can have.
+    """
+    ints, floats, tensors = bound or ((), (), ())
+    kinds = [param.type if isinstance(param, ScalarParam) else "tensor" for param in declared]
+    counts = len(kinds) - kinds.count("float") - kinds.count("tensor"), kinds.count("float"), kinds.count("tensor")
+    if known != signature(declared) or counts != (len(ints), len(floats), len(tensors)):
+        raise UnsupportedError(f"the call was compiled or exported with the parameters ({known})", where="spec",
+                               allowed=f"({signature(declared)}), which the spec has now",
+                               next="torch.compiler.reset(), or export the program again")
+    values: dict[str, int | float] = {}
+    whole, real = iter(ints), iter(floats)
+    for param in declared:
+        if isinstance(param, ScalarParam):
+            value = next(real if param.type == "float" else whole)
+            values[f"user_{param.name}"] = value if param.type == "bool" else _scalar(param.name, param.type, value)
+    return values
 
 
 def check_tensors(declared: Sequence[Param], tensors: Sequence[torch.Tensor], device: torch.device,
@@ -69,6 +102,7 @@ def check_tensors(declared: Sequence[Param], tensors: Sequence[torch.Tensor], de
     """UnsupportedError unless all are contiguous, of their dtype and shape and on `device`; `sizes` gives the dims."""
     for param, tensor in zip([p for p in declared if isinstance(p, TensorParam)], tensors, strict=True):
         where = f"params[{param.name!r}]"
+        refuse_wrapped(**{where: tensor})
         shape = tuple(dim if isinstance(dim, int) else sizes.get(dim) for dim in param.shape)
         if None in shape:
             continue  # of another layout: no variant that serves the call reads it
@@ -81,6 +115,3 @@ def check_tensors(declared: Sequence[Param], tensors: Sequence[torch.Tensor], de
         if not tensor.is_contiguous():
             raise UnsupportedError(f"{param.name} has strides {tensor.stride()}", where=where, allowed="contiguous",
                                    next=f"params[{param.name!r}].contiguous()")
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(f"a gradient of {param.name} is asked for, and flashgen has no backward kernel yet",
-                                   where=where, allowed="tensors without requires_grad", next="torch.no_grad()")

@@ -1,13 +1,14 @@
 """flashgen.variant: expressions without a spec file. Head dims, dtype, layout and card follow from each call."""
 from __future__ import annotations
 
-import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashgen.codegen.expr_tree import Param
 from flashgen.codegen.spec import Spec
+from flashgen.codegen.spec_expr import plain_params
 from flashgen.errors import SpecError, UnsupportedError
 
 _MODEL: dict[str, Any] = {"family": "fa2", "pass_": "fwd", "arch": "sm_90", "dtype": "bf16", "head_dim_qk": 64}
@@ -15,7 +16,8 @@ _MODEL: dict[str, Any] = {"family": "fa2", "pass_": "fwd", "arch": "sm_90", "dty
 
 @dataclass(frozen=True)
 class Variant:
-    """What `spec=` takes of flashgen.attention. `handle` names it in the look-up, equal for equal variants."""
+    """What `spec=` takes of flashgen.attention. `handle` holds all of it as text, so that programs which name it run
+    in other processes; it is equal for equal variants."""
 
     fields: dict[str, Any] = field(hash=False)
     handle: str
@@ -38,9 +40,14 @@ class Variant:
                 reasons.append(error)
         if not found:
             reason = next((error for error in reasons if error.where != "Spec.arch"), reasons[0])
-            raise UnsupportedError(f"{reason.what}", where=f"spec={self.handle!r}", allowed=reason.allowed,
-                                   nearest=reason.nearest)
+            raise UnsupportedError(f"{reason.what}", where=f"spec=variant {self.fields['name']}",
+                                   allowed=reason.allowed, nearest=reason.nearest)
         return tuple(found)
+
+
+def as_json(fields: Mapping[str, Any]) -> str:
+    """Fields of a spec as text that gives them back; tile and roles become mappings. One spelling per value."""
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=dict)
 
 
 def variant(score: str = "none", mask: str = "none", *, params: Mapping[str, Any] | None = None, sink: str = "none",
@@ -77,5 +84,8 @@ def variant(score: str = "none", mask: str = "none", *, params: Mapping[str, Any
         raise SpecError(first.what, where=first.where.replace("Spec", "variant", 1), allowed=first.allowed,
                         nearest=first.nearest, next=first.next, details=first.details)
     given["params"] = checked.params
-    text = repr(sorted((key, repr(value)) for key, value in given.items()))
-    return Variant(given, f"{name}#{hashlib.sha256(text.encode()).hexdigest()[:16]}", checked.expressions.params)
+    handle = "variant " + as_json({**given, "params": plain_params(checked.params)})
+    return Variant(given, handle, checked.expressions.params)
+
+
+variant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it while it traces

@@ -16,6 +16,7 @@ from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import EnvironmentError_, UnsupportedError
 from flashgen.runtime import driver, lookup
+from flashgen.runtime.handles import handle_of
 from flashgen.runtime.lookup import EMULATED, FAMILIES, NO_MAPS, Registry, Wanted, archs_for, choose, why
 from flashgen.runtime.selector import Selector, selector
 
@@ -163,12 +164,12 @@ def test_the_faster_family_comes_first_among_bundles(registry: Registry) -> None
 
 def test_cpu_tensors_get_fa2_unless_a_spec_is_named(registry: Registry) -> None:
     assert served(registry, wanted(), EMULATED) == ("fa2_fwd_bf16_d128.sm_90", "emulated")
-    named = registry.spec_handle(spec("fa3"))
+    named = handle_of(spec("fa3"))
     assert served(registry, wanted(spec=named), EMULATED) == ("fa3_fwd_bf16_d128.sm_90a", "emulated")
 
 
 def test_a_named_spec_is_not_replaced(registry: Registry) -> None:
-    named = registry.spec_handle(spec("fa3"))
+    named = handle_of(spec("fa3"))
     assert served(registry, wanted(spec=named)) == ("fa3_fwd_bf16_d128.sm_90a", "compiled")
     with pytest.raises(UnsupportedError, match=r"(?s)tensor maps cannot.*next: leave spec out"):
         registry.kernel(wanted(spec=named, tensor_maps=False), 0)
@@ -177,7 +178,7 @@ def test_a_named_spec_is_not_replaced(registry: Registry) -> None:
 
 
 def test_a_named_file_with_both_families(registry: Registry) -> None:
-    registry._specs["both"] = (spec("fa2", name="x", arch="sm_90"), spec("fa3", name="x"))
+    registry._opened["both"] = (spec("fa2", name="x", arch="sm_90"), spec("fa3", name="x"))
     assert served(registry, wanted(spec="both")) == ("x_bf16_d128_fa3.sm_90a", "compiled")
     assert served(registry, wanted(spec="both", tensor_maps=False)) == ("x_bf16_d128.sm_90", "compiled")
 
@@ -218,9 +219,9 @@ def test_variants_with_expressions_have_no_twins(changes: dict[str, Any]) -> Non
     registry = Registry()
     call = {"batch": 2, "seqlen_q": 1, "seqlen_kv": 4000, "num_heads_q": 32, "num_heads_kv": 8}
     for given in (spec("fa3", **changes), flashgen.variant(**changes)):
-        asked = wanted(spec=registry.spec_handle(given))
+        asked = wanted(spec=handle_of(given))
         assert registry.for_sizes(asked, EMULATED, call) == asked
-    registry._specs["both"] = (spec("fa3"), spec("fa3", **changes))
+    registry._opened["both"] = (spec("fa3"), spec("fa3", **changes))
     assert registry.for_sizes(wanted(spec="both"), EMULATED, call).pack_gqa
 
 

@@ -19,7 +19,7 @@ import flashgen
 from flashgen.codegen.lower import lower
 from flashgen.codegen.plan import Plan
 from flashgen.errors import UnsupportedError
-from flashgen.runtime import lookup, mla
+from flashgen.runtime import lookup, mla, torch_ops
 from flashgen.runtime.lookup import Wanted
 from flashgen.runtime.mla_problem import MlaInputs, MlaProblem, check_mla
 from flashgen.runtime.values import pointer_names
@@ -75,7 +75,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     def kernel(wanted: Wanted, device_index: int) -> Kernel:
         made.asked.append(wanted)
         if wanted.spec:
-            choice = lookup._matching(lookup.registry._variants(wanted.spec), wanted, ["sm_90a"])
+            choice = lookup._matching(lookup.registry._open(wanted.spec), wanted, ["sm_90a"])
         else:
             choice = lookup.choose(wanted, ["sm_90a", "sm_90"]).spec
         return Kernel(lower(choice), made)
@@ -301,8 +301,8 @@ def test_ops_are_what_tracing_expects(more: dict[str, Any], stage: Stage) -> Non
                     strict=True):
         assert torch.equal(a, b)
     options = (inputs.page_table, inputs.sink, None, True, 0.1, True, "")
-    torch.library.opcheck(mla._decode_lse_op, (inputs.q, inputs.kv_cache, inputs.seqlens_kv, *options))
-    torch.library.opcheck(mla._schedule_op, (inputs.seqlens_kv, 4, 2))
+    torch.library.opcheck(torch_ops.DECODE.lse, (inputs.q, inputs.kv_cache, inputs.seqlens_kv, *options))
+    torch.library.opcheck(torch_ops.SCHEDULE, (inputs.seqlens_kv, 4, 2))
 
 
 def test_a_schedule_pickles(stage: Stage) -> None:
