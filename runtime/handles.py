@@ -18,7 +18,7 @@ from typing import NamedTuple
 from flashgen.codegen.expr_tree import Param, ScalarParam
 from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths, spec_path, variant_spec_paths
 from flashgen.codegen.spec_expr import plain_params
-from flashgen.errors import SpecError
+from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime.variant import Variant, as_json, variant
 
 MEMO_LIMIT = 1024
@@ -53,7 +53,11 @@ def handle_of(spec: str | os.PathLike[str] | Spec | Variant) -> str:
                       if getattr(spec, name) != info.default}
             found = _specs[id(spec)] = spec, _SPEC + as_json({**fields, "params": plain_params(spec.params)})
         return found[1]
-    return _path_handle(os.fspath(spec))
+    path = os.fspath(spec) if isinstance(spec, (str, os.PathLike)) else None
+    if not isinstance(path, str):
+        raise UnsupportedError(f"spec is of type {type(spec).__name__}", where="spec",
+                               allowed="the name of a shipped spec, a path, a Spec, or what flashgen.variant gives")
+    return _path_handle(path)
 
 
 handle_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it while it traces
@@ -65,7 +69,11 @@ def _path_handle(text: str) -> str:
             _fixed.clear()
         _fixed.add(text)
         return text
-    key = text, os.getcwd()
+    try:
+        key = text, os.getcwd()
+    except OSError as error:
+        raise SpecError(f"a relative path, and the working directory cannot be read: {error.strerror}", where=text,
+                        allowed="an absolute path, or the name of a shipped spec") from None
     found = _paths.get(key)
     if found is None:
         path = spec_path(text)

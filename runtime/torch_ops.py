@@ -80,8 +80,10 @@ def _op_sets(name, arguments, *rest):  # type: ignore[no-untyped-def]
 
 def all_static(*values: float) -> bool:
     """Whether a graph that torch.compile traces may hold the numbers as constants. Only for code that it traces."""
-    static = torch.fx.experimental.symbolic_shapes.has_static_value
-    return all([static(value) for value in values])
+    shapes = torch.fx.experimental.symbolic_shapes
+    if not hasattr(shapes, "has_static_value"):
+        return True  # an older torch, which then makes a graph for each value
+    return all([shapes.has_static_value(value) for value in values])
 
 
 def as_numbers(*values: float) -> Tensor:

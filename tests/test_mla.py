@@ -270,7 +270,8 @@ def test_refusals_name_the_argument_and_what_is_allowed(stage: Stage) -> None:
         (x, {"head_dim_v": 256}, "head_dim_v", "512"),
         (x, {"out": torch.zeros(3, 2, 4, 576).bfloat16()}, "out", "(3, 2, 4, 512)"),
         (x, {"out": torch.zeros(3, 4, 2, 512).bfloat16().transpose(1, 2)}, "out", "contiguous"),
-        (x.with_(q=x.q.clone().requires_grad_()), {}, "q, kv_cache", "requires_grad"),
+        (x.with_(q=x.q.clone().requires_grad_()), {}, "q, kv_cache, sink", "requires_grad"),
+            (x.with_(sink=torch.zeros(x.q.shape[2], requires_grad=True)), {}, "q, kv_cache, sink", "requires_grad"),
         (x.with_(q=x.q.to("meta")), {}, "q", "CUDA device, or on the CPU"),
     ]
     for inputs, more, where, allowed in cases:

@@ -12,7 +12,7 @@ from torch.export import Dim
 
 import flashgen
 from flashgen.codegen.spec import Spec
-from flashgen.errors import SpecError
+from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime.handles import handle_of, opened
 from flashgen.runtime.variant import Variant
 
@@ -142,6 +142,19 @@ def test_b124_names_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "softcap.yaml").write_text(TEXT % 2.0)
     flashgen.reload()
     assert handle_of("softcap") == "softcap" and handle_of("softcap.yaml") == str(tmp_path / "softcap.yaml")
+
+
+def test_what_names_no_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec in (5, b"fa2_fwd", ["fa2_fwd"], {}):
+        with pytest.raises(UnsupportedError, match=r"(?s)spec is of type.*allowed: the name of a shipped spec"):
+            handle_of(spec)  # type: ignore[arg-type]
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(SpecError, match=r"(?s)working directory.*an absolute path"):
+        handle_of("ed.yaml")
+    assert handle_of("softcap") == "softcap"
 
 
 def test_a_call_asks_nothing_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

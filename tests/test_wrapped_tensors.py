@@ -30,6 +30,7 @@ INTS: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", TAKERS)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in jvp
 def test_b126_forward_mode(name: str) -> None:
     call, plain = TAKERS[name]
     with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="dual tensor"):
