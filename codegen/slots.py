@@ -31,7 +31,7 @@ class KvLoop:
     until: str    # where this loop ends: fa2, a member of KvTiles; fa3, an expression
     masked: bool
     masked_where: str = ""  # fa3: only there
-    exact: bool = False    # fa3: a row may meet its first key, so true maxima are taken
+    exact: bool = False    # fa3: a row may meet its first key, and then true maxima are taken
     stale: bool = True     # fa3: they are not
     settles: bool = False  # fa3: by now every row has met its first key, if it ever does
     leaves: bool = False   # fa3: what comes before and after the whole tiles, and may have been the end

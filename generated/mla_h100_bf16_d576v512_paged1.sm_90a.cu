@@ -692,7 +692,8 @@ struct Warpgroup {
       rescale.any = true;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        rescale.factor[h] = exp2_approx(rows.reference(h) - reference_of(subtrahend[8 * h]));
+        const float before = rows.reference(h), after = reference_of(subtrahend[8 * h]);
+        rescale.factor[h] = before == after ? 1.0f : exp2_approx(before - after);  // no -inf - -inf
         rows.subtrahend[0][h] = subtrahend[8 * h];
         rows.sum[0][h] *= rescale.factor[h];
       }
@@ -723,20 +724,14 @@ struct Warpgroup {
   // Scores to weights, here and in shared memory for the other warpgroup. `keys`: of the request, from the tile's
   // first on; `first`: of its segment.
   FG_DEVICE Rescale make_weights(const Place& place, int keys, bool first) {
-    if (first) rows = StaleRows();
+    if (first) rows = StaleRows::unseen();
     if (keys - p.hidden_keys < BLOCK_N) {
       const Visible visible(p, keys, segment().first_row + lane_row);
       if (p.hidden_keys > 0)
         spread_nonfinite(rows, smem, place, visible, max_int(keys - p.hidden_keys, 0), min_int(keys, BLOCK_N));
       hide_keys(s, visible, 2 * (lane % 4));
     }
-    Rescale rescale;
-    if (first) {
-      rescale = relate_exact<Element>(s, rows, p.scale_log2);
-      rows.settle();
-    } else {
-      rescale = relate_checked<Element>(s, rows, p.scale_log2);
-    }
+    const Rescale rescale = relate_checked<Element>(s, rows, p.scale_log2);
     exponentiate(s, rows);
     pack_weights<Element>(weights, s);
     bar_sync_at<128>(SCORES_BARRIER + half);  // the products of all warps have read the rotary columns

@@ -25,20 +25,25 @@ FG_DEVICE float row_max(const float (&s)[1][N][4], int h) {
   return quad_max(fmaxf(even, odd));
 }
 
-// Subtracts from the scores of each row what `rest` says, and from rows with a far reference makes 0 what is left so near it
-// that nothing tells them apart (`above`).
+// Subtracts from the scores of each row what `rest` says.
 template <int N>
-FG_DEVICE void subtract_rest(float (&s)[1][N][4], const float (&rest)[2], const StaleRows& rows) {
+FG_DEVICE void subtract_rest(float (&s)[1][N][4], const float (&rest)[2]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[0][n][i] -= rest[i / 2];
+}
+
+// Makes 0 what is so near a far reference that nothing tells them apart (`above`).
+template <int N>
+FG_DEVICE void merge_near(float (&s)[1][N][4], const StaleRows& rows) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float near = rows.is_far(h) ? fabsf(rows.reference(h)) * NEAR : 0.0f;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = 2 * h; i < 2 * h + 2; ++i) {
-        const float difference = s[0][n][i] - rest[h];
-        s[0][n][i] = fabsf(difference) < near ? 0.0f : difference;
-      }
+      for (int i = 2 * h; i < 2 * h + 2; ++i) s[0][n][i] = fabsf(s[0][n][i]) < near ? 0.0f : s[0][n][i];
   }
 }
 
@@ -88,7 +93,8 @@ FG_DEVICE Rescale relate_exact(float (&s)[1][N][4], StaleRows& rows, float scale
   Rescale rescale;
   if (relate_to_maxima<Element>(s, rows, rescale, scale_log2)) {
     const float rest[2] = {rows.is_far(0) ? rows.reference(0) : 0.0f, rows.is_far(1) ? rows.reference(1) : 0.0f};
-    subtract_rest(s, rest, rows);
+    subtract_rest(s, rest);
+    merge_near(s, rows);
   }
   return rescale;
 }
@@ -127,13 +133,14 @@ FG_DEVICE void raise_references(float (&s)[1][N][4], StaleRows& rows, Rescale& r
     const float reference = raise ? usable(was_far ? highest : old + highest) : old;
     const float moved = raise ? reference - old : 0.0f;  // what rounding made of it
     const float factor = exp2_approx(-moved);
-    rows.set_reference(h, reference);
+    if (raise) rows.set_reference(h, reference);
     rescale.factor[h] *= factor;
     rows.sum[0][h] *= factor;
-    rest[h] = was_far ? reference : moved;
+    rest[h] = !was_far ? moved : reference == -INFINITY ? 0.0f : reference;  // no -inf - -inf
   }
   rows.see_far();
-  subtract_rest(s, rest, rows);
+  subtract_rest(s, rest);
+  if (any_in_warp(rows.far)) merge_near(s, rows);
   rescale.any = true;
 }
 

@@ -14,8 +14,9 @@ constexpr float FAR_AS_SMALL = 0x1p-10f;  // FAR_LOG2 * 2^-138 is normal, and no
 constexpr float NEAR = 0x1p-22f;          // of a number: two to four units of its last place
 // (Both sides of each choice are worked out, so that it is no branch.)
 FG_DEVICE bool is_far_subtrahend(float x) { return (x != 0.0f) & (fabsf(x) < FAR_AS_SMALL); }
+constexpr float UNSEEN = -0x1p-126f;  // as if of a far reference, but of none: the row has seen no key yet
 FG_DEVICE float reference_of(float subtrahend) {
-  const float far = subtrahend * 0x1p69f * 0x1p69f;
+  const float far = subtrahend == UNSEEN ? -INFINITY : subtrahend * 0x1p69f * 0x1p69f;
   return is_far_subtrahend(subtrahend) ? far : subtrahend;
 }
 FG_DEVICE float subtrahend_of(float reference) {
@@ -43,6 +44,13 @@ struct StaleRows {
   bool far = false;        // whether the reference of one of them is far
 
   FG_DEVICE StaleRows() : subtrahend{{-INFINITY, -INFINITY}}, sum{{0.0f, 0.0f}} {}
+  // Rows for relate_checked alone, whose first tile is one of rows with a far reference.
+  FG_DEVICE static StaleRows unseen() {
+    StaleRows rows;
+    rows.subtrahend[0][0] = rows.subtrahend[0][1] = UNSEEN;
+    rows.far = true;
+    return rows;
+  }
   FG_DEVICE bool is_far(int h) const { return is_far_subtrahend(subtrahend[0][h]); }
   FG_DEVICE float reference(int h) const { return reference_of(subtrahend[0][h]); }
   FG_DEVICE float reference_log2(int, int h, float) const { return reference(h); }
