@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen.codegen.explain import (
+from flashgen.codegen.explain_counts import (
     EXP2_PER_CLOCK,
     INSTRUCTIONS_PER_CLOCK,
     INSTRUCTIONS_PER_SCORE,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.explain import check_sizes
+from flashgen.codegen.explain_counts import check_sizes
 from flashgen.codegen.explain_text import bar, draw_plan, row, si
 from flashgen.codegen.plan import Plan, registers_per_thread_max
 from flashgen.codegen.target import TARGETS, Target

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from flashgen.codegen import explain as counts
+from flashgen.codegen import explain_counts as counts
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.explain import Explanation
+from flashgen.codegen.explain_counts import Counts
 from flashgen.codegen.plan import Role
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES
@@ -19,7 +19,7 @@ _FULL, _EMPTY = "█", "·"
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
-def draw(e: Explanation) -> str:
+def draw(e: Counts) -> str:
     return "\n".join(line.rstrip() for part in _PARTS for line in part(e))
 
 
@@ -48,7 +48,7 @@ def _wrapped(label: str, about: str) -> Iterator[str]:
     yield from (f"{label if i == 0 else ' ' * len(label)}{line}" for i, line in enumerate(lines))
 
 
-def _head(e: Explanation) -> Iterator[str]:
+def _head(e: Counts) -> Iterator[str]:
     plan, shape, device = e.plan, e.shape, e.target.device
     yield f"{plan.kernel_name}" + (f"   (1 of {e.variants} variants; --variant and --arch choose another)"
                                    if e.variants > 1 else "")
@@ -62,7 +62,7 @@ def _head(e: Explanation) -> Iterator[str]:
     yield f"  on {device.name}: {device.num_sms} SMs, {device.bf16_tflops:g} TFLOP/s, {device.memory_gbps:g} GB/s"
 
 
-def _plan(e: Explanation) -> Iterator[str]:
+def _plan(e: Counts) -> Iterator[str]:
     plan = e.plan
     yield "plan"
     for constant in plan.constants:
@@ -81,11 +81,11 @@ def _plan(e: Explanation) -> Iterator[str]:
                    f"{e.target.regs_per_thread}")
 
 
-def _moves_registers(e: Explanation) -> bool:
+def _moves_registers(e: Counts) -> bool:
     return any(role.registers is not None for role in e.plan.roles)
 
 
-def _roles(e: Explanation) -> Iterator[str]:
+def _roles(e: Counts) -> Iterator[str]:
     """Warps that hand registers to each other: who has how many, against what the block has."""
     if not _moves_registers(e):
         return
@@ -104,7 +104,7 @@ def _roles(e: Explanation) -> Iterator[str]:
         yield f"  {role.name:<10}{role.warps:>3} warps * 32 * {registers:<3} = {total(role):>6}{need}"
 
 
-def _smem(e: Explanation) -> Iterator[str]:
+def _smem(e: Counts) -> Iterator[str]:
     plan, target = e.plan, e.target
     used, limit = plan.launch.smem_bytes, target.smem_per_block_bytes
     yield f"shared memory of a block: {used} of {limit} bytes"
@@ -117,7 +117,7 @@ def _smem(e: Explanation) -> Iterator[str]:
            f"{blocks * (used + SMEM_RESERVED_PER_BLOCK_BYTES)} of {target.smem_per_sm_bytes} bytes")
 
 
-def _barriers(e: Explanation) -> Iterator[str]:
+def _barriers(e: Counts) -> Iterator[str]:
     barriers = e.plan.barriers
     if not barriers:
         return
@@ -129,7 +129,7 @@ def _barriers(e: Explanation) -> Iterator[str]:
                             barrier.about)
 
 
-def _tensor_maps(e: Explanation) -> Iterator[str]:
+def _tensor_maps(e: Counts) -> Iterator[str]:
     maps = e.plan.tensor_maps
     if not maps:
         return
@@ -143,7 +143,7 @@ def _tensor_maps(e: Explanation) -> Iterator[str]:
                f"{copied:>6} bytes a copy, swizzle {m.swizzle_bytes}")
 
 
-def _work(e: Explanation) -> Iterator[str]:
+def _work(e: Counts) -> Iterator[str]:
     work, tiles = e.work, e.work.tiles
     yield "work"
     waves = (f"{math.ceil(work.waves)} waves, the last {_percent(work.waves % 1 or 1)} full" if e.need
@@ -158,7 +158,7 @@ def _work(e: Explanation) -> Iterator[str]:
                + (f", {work.flops_issued / work.flops:.3g} x the visible ones" if work.flops else ""))
 
 
-def _traffic(e: Explanation) -> Iterator[str]:
+def _traffic(e: Counts) -> Iterator[str]:
     t = e.traffic
     yield "device-memory bytes"
     rows = (("standard, three kernels", t.standard, f"write S, read S, write P, read P: {si(t.scores, 'B')}"),
@@ -174,7 +174,7 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.0f} %"
 
 
-def _roofline(e: Explanation) -> Iterator[str]:
+def _roofline(e: Counts) -> Iterator[str]:
     r = e.roofline
     yield f"roofline on {e.target.device.name}"
     longest = max(*r.units.values(), r.memory_kernel_ms)

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashgen.codegen.spec_fields import Row, allowed, rows, show
+from flashgen.codegen.spec_fields import Row, allowed, rows
 from flashgen.codegen.spec_rules import RULES
+from flashgen.codegen.yaml_tree import show
 
 
 def json_schema() -> dict[str, Any]:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashgen.codegen.expr import parse
 from flashgen.codegen.expr_canon import canonical
 from flashgen.codegen.expr_params import read_params
 from flashgen.codegen.expr_tree import Expr, Param, TensorParam, names_of
+from flashgen.codegen.spec_view import SpecView
 from flashgen.errors import SpecError
-
-if TYPE_CHECKING:
-    from flashgen.codegen.spec_fields import Spec
 
 NONE = "none"  # in place of an expression
 SINK = TensorParam("sink", "float32", ("num_heads_q",))  # what `sink: per_head` adds to the parameters
@@ -61,7 +59,7 @@ def plain_params(params: tuple[Param, ...]) -> dict[str, dict[str, Any]]:
             if isinstance(param, TensorParam) else {"type": param.type, "default": param.default} for param in params}
 
 
-def expressions(spec: Spec) -> Expressions:
+def expressions(spec: SpecView) -> Expressions:
     """Raises SpecError at Spec.score or Spec.mask, with the column in the text."""
     return _expressions(spec.score, spec.mask, spec.params, spec.sink)
 
@@ -78,7 +76,7 @@ def _expressions(score: str, mask: str, params: tuple[Param, ...], sink: str) ->
 
 # ---- rules between fields: spec_rules.RULES lists them
 
-def readable(spec: Spec) -> SpecError | None:
+def readable(spec: SpecView) -> SpecError | None:
     try:
         expressions(spec)
     except SpecError as error:
@@ -89,7 +87,7 @@ def readable(spec: Spec) -> SpecError | None:
     return None
 
 
-def shapes(spec: Spec) -> SpecError | None:
+def shapes(spec: SpecView) -> SpecError | None:
     """A packed call has no common length, and a padded one no total."""
     absent, has = (_PADDED, _PACKED) if spec.kv_layout == "varlen" else (_PACKED, _PADDED)
     for param in expressions(spec).params:
@@ -101,7 +99,7 @@ def shapes(spec: Spec) -> SpecError | None:
     return None
 
 
-def one_mask(spec: Spec) -> SpecError | None:
+def one_mask(spec: SpecView) -> SpecError | None:
     built_in = next((name for name in ("causal", "window") if getattr(spec, name)), None)
     if spec.mask == NONE or built_in is None:
         return None
@@ -109,7 +107,7 @@ def one_mask(spec: Spec) -> SpecError | None:
                      next="`kv_pos <= q_pos and (...)` makes a mask causal")
 
 
-def alignment(spec: Spec) -> SpecError | None:
+def alignment(spec: SpecView) -> SpecError | None:
     if spec.align == "bottom_right" or (expressions(spec) and not spec.causal and not spec.window):
         return None
     return SpecError("align is top_left " + ("together with causal or window" if spec.causal or spec.window
@@ -117,7 +115,7 @@ def alignment(spec: Spec) -> SpecError | None:
                      allowed='bottom_right; a call says causal="top_left" to causal and window kernels')
 
 
-def unnormalized(spec: Spec) -> SpecError | None:
+def unnormalized(spec: SpecView) -> SpecError | None:
     if spec.normalize == "softmax":
         return None
     for name, value, fix in (("lse", True, "false"), ("sink", "per_head", "none")):
@@ -127,13 +125,13 @@ def unnormalized(spec: Spec) -> SpecError | None:
     return None
 
 
-def changed(spec: Spec) -> str | None:
+def changed(spec: SpecView) -> str | None:
     """A field that makes it another attention than softmax's, of those that kernels for few queries do not know."""
     return next((name for name, plain in (("score", NONE), ("mask", NONE), ("sink", NONE), ("normalize", "softmax"))
                  if getattr(spec, name) != plain), None)
 
 
-def whole(spec: Spec) -> SpecError | None:
+def whole(spec: SpecView) -> SpecError | None:
     asked = next((name for name in ("split", "pack_gqa") if getattr(spec, name)), None)
     reason = changed(spec)
     if asked is None or reason is None:
@@ -142,7 +140,7 @@ def whole(spec: Spec) -> SpecError | None:
                      nearest=f"{asked}: false")
 
 
-def unused(specs: tuple[Spec, ...]) -> Iterator[str]:
+def unused(specs: Sequence[SpecView]) -> Iterator[str]:
     """Parameters that no variant of a file reads."""
     read = {param.name for spec in specs for param in expressions(spec).params}
     yield from sorted({param.name for spec in specs for param in spec.params} - read)

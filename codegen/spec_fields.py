@@ -28,7 +28,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr import MAX_TEXT
 from flashgen.codegen.expr_tree import DIMS
 from flashgen.codegen.target import TARGETS
-from flashgen.codegen.yaml_tree import Trap
+from flashgen.codegen.yaml_tree import Trap, show
 from flashgen.errors import SpecError, together
 
 if TYPE_CHECKING:  # a checker cannot read a Literal made from a table
@@ -334,27 +334,6 @@ def closest(text: str, words: Any) -> str:
     """The most similar word, or an empty string where none is similar."""
     found = difflib.get_close_matches(text[:64], list(words), n=1, cutoff=0.3)
     return found[0] if found else ""
-
-
-def show(value: object) -> str:
-    """A value as YAML would spell it, short enough for one line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if value is None:
-        return "null"
-    if type(value) is int:
-        text = str(value) if abs(value) < 10**20 else f"a number of {value.bit_length()} bits"
-    elif type(value) in (float, Trap):
-        text = str(value)
-    elif type(value) is str:
-        text = value if value.isascii() and re.fullmatch(r"[A-Za-z]\w*", value) else ascii(value)
-    elif isinstance(value, _Frozen):
-        text = "{" + ", ".join(f"{key}: {show(part)}" for key, part in value) + "}"
-    elif isinstance(value, (dict, list, tuple)):
-        text = "a mapping" if isinstance(value, dict) else "a list"
-    else:
-        text = f"an object of type {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 Locate = Callable[[tuple[str, ...], bool], tuple[str, str]]

@@ -8,15 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashgen.codegen import spec_expr
+from flashgen.codegen.spec_view import SpecView
 from flashgen.codegen.target import FEATURES, TARGETS
 from flashgen.codegen.warpgroup import MAX_WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_WARPS
+from flashgen.codegen.yaml_tree import show
 from flashgen.errors import SpecError
-
-if TYPE_CHECKING:
-    from flashgen.codegen.spec_fields import Spec
 
 # family -> the feature that its targets have
 FAMILIES: dict[str, str] = {"fa2": "mma_sync", "fa3": "wgmma", "flashmla": "wgmma"}
@@ -73,10 +72,10 @@ def implied_family(name: str) -> str:
 @dataclass(frozen=True)
 class Rule:
     about: str
-    check: Callable[[Spec], SpecError | None]
+    check: Callable[[SpecView], SpecError | None]
 
 
-def broken(spec: Spec) -> SpecError | None:
+def broken(spec: SpecView) -> SpecError | None:
     """The error of the first rule that the Spec breaks, or None."""
     return next((error for rule in RULES if (error := rule.check(spec))), None)
 
@@ -85,7 +84,7 @@ def targets_of(family: str) -> list[str]:
     return [name for name, target in TARGETS.items() if FAMILIES[family] in target.features]
 
 
-def _masks(spec: Spec) -> SpecError | None:
+def _masks(spec: SpecView) -> SpecError | None:
     if not (spec.causal and spec.window):
         return None
     return SpecError("window is true together with causal", where="Spec.window",
@@ -94,7 +93,7 @@ def _masks(spec: Spec) -> SpecError | None:
                      next="when both are lists, add `- {causal: true, window: true}` to exclude")
 
 
-def _arch(spec: Spec) -> SpecError | None:
+def _arch(spec: SpecView) -> SpecError | None:
     feature = FAMILIES[spec.family]
     if feature in TARGETS[spec.arch].features:
         return None
@@ -107,7 +106,7 @@ def _arch(spec: Spec) -> SpecError | None:
                      next=f"when both are lists, add `- {{family: {spec.family}, arch: {spec.arch}}}` to exclude")
 
 
-def _only(families: tuple[str, ...], spec: Spec) -> SpecError | None:
+def _only(families: tuple[str, ...], spec: SpecView) -> SpecError | None:
     for name, allowed, why in _ONLY[families] if spec.family in families else ():
         given = getattr(spec, _ATTRIBUTES.get(name, name))
         if given not in allowed:
@@ -118,7 +117,7 @@ def _only(families: tuple[str, ...], spec: Spec) -> SpecError | None:
     return None
 
 
-def _pages(spec: Spec) -> SpecError | None:
+def _pages(spec: SpecView) -> SpecError | None:
     paged = spec.kv_layout == "paged"
     if paged == (spec.page_size is not None):
         return None
@@ -126,7 +125,7 @@ def _pages(spec: Spec) -> SpecError | None:
                     "64" if paged else "null", f"kv_layout: {spec.kv_layout}")
 
 
-def _schedule(spec: Spec) -> SpecError | None:
+def _schedule(spec: SpecView) -> SpecError | None:
     for name, value in _SCHEDULE if spec.pass_ == "schedule" else ():
         if getattr(spec, name) != value:
             return _refused(name, getattr(spec, name), "pass schedule, whose one kernel serves all", _shown(value),
@@ -136,8 +135,6 @@ def _schedule(spec: Spec) -> SpecError | None:
 
 def _refused(name: str, value: object, beside: str, allowed: str, nearest: str, match: str) -> SpecError:
     """`match`: the other half of an entry of exclude."""
-    from flashgen.codegen.spec_fields import show  # which takes its families from here
-
     return SpecError(f"{name} is {show(value)} with {beside}", where=f"Spec.{name}", allowed=allowed, nearest=nearest,
                      next=f"when both are lists, add `- {{{match}, {name}: {show(value)}}}` to exclude")
 
@@ -152,7 +149,7 @@ def _listed(values: Sequence[Any]) -> str:
     return ", ".join(map(_shown, values))
 
 
-def _warps(spec: Spec) -> SpecError | None:
+def _warps(spec: SpecView) -> SpecError | None:
     if spec.family != "fa3" or spec.roles is None or spec.roles.mma in _MMA_WARPS:
         return None
     return SpecError(f"roles.mma is {spec.roles.mma} with family fa3, whose warps multiply in groups of "
@@ -160,7 +157,7 @@ def _warps(spec: Spec) -> SpecError | None:
                      nearest=_nearest(_MMA_WARPS, spec.roles.mma))
 
 
-def _tile(spec: Spec) -> SpecError | None:
+def _tile(spec: SpecView) -> SpecError | None:
     if spec.family != "fa3" or spec.tile is None:
         return None
     rows = _TILE_ROWS if spec.roles is None else (spec.roles.mma // WARPGROUP_WARPS * WARPGROUP_ROWS,)
@@ -172,7 +169,7 @@ def _tile(spec: Spec) -> SpecError | None:
                      nearest=_nearest(rows, spec.tile.m))
 
 
-def _turns(spec: Spec) -> SpecError | None:
+def _turns(spec: SpecView) -> SpecError | None:
     alone = ((spec.roles is not None and spec.roles.mma == WARPGROUP_WARPS)
              or (spec.tile is not None and spec.tile.m == WARPGROUP_ROWS))
     if spec.schedule != "pingpong" or not alone:
@@ -181,7 +178,7 @@ def _turns(spec: Spec) -> SpecError | None:
                      where="Spec.schedule", allowed="overlap; or two warpgroups and more", nearest="overlap")
 
 
-def _split(spec: Spec) -> SpecError | None:
+def _split(spec: SpecView) -> SpecError | None:
     if not spec.split:
         return None
     for name, value, why in _UNSPLIT:
@@ -193,7 +190,7 @@ def _split(spec: Spec) -> SpecError | None:
     return None
 
 
-def _packed(spec: Spec) -> SpecError | None:
+def _packed(spec: SpecView) -> SpecError | None:
     if not spec.pack_gqa or not (spec.window or spec.kv_layout == "varlen"):
         return None
     name, value = ("window", "true") if spec.window else ("kv_layout", "varlen")

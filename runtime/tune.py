@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashgen.codegen.candidates import Candidate, Candidates
-from flashgen.codegen.explain import Shape
+from flashgen.codegen.explain_counts import Shape
 from flashgen.codegen.spec import Spec
 from flashgen.errors import CompileError, UnsupportedError, VerifyError
 from flashgen.runtime.bench import (
@@ -104,7 +104,8 @@ def check(candidate: Candidate) -> None:
     """VerifyError unless the kernel keeps the accuracy contract on a small problem and on one of many tiles."""
     from flashgen.runtime.compare import check as against_reference
     from flashgen.runtime.problem import Problem
-    from flashgen.runtime.verify import current_device, run_poisoned
+    from flashgen.runtime.subject import run_poisoned
+    from flashgen.runtime.verify import current_device
 
     spec, tile, device = candidate.spec, candidate.tiling, current_device()[0]
     window = CHECK_WINDOW if spec.window else (-1, -1)

@@ -10,8 +10,9 @@ from flashgen.codegen import tiles
 from flashgen.codegen.candidates import present_row
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec import Spec
-from flashgen.codegen.spec_fields import rows, show
+from flashgen.codegen.spec_fields import rows
 from flashgen.codegen.tiles import kernel_kind
+from flashgen.codegen.yaml_tree import show
 from flashgen.errors import EnvironmentError_
 from flashgen.runtime.tune import Fault, Tuning
 

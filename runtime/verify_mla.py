@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from flashgen.codegen.spec import Spec
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.compare import Accuracy, check_bits
 from flashgen.runtime.mla_problem import HEAD_DIM_V, MlaInputs, MlaProblem, check_mla
-
-if TYPE_CHECKING:
-    from flashgen.runtime.verify import Subject
+from flashgen.runtime.subject import Subject
 
 Check = tuple[str, Callable[["Subject", MlaProblem], Accuracy], MlaProblem]
 

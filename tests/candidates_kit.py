@@ -4,7 +4,7 @@ from __future__ import annotations
 import functools
 
 from flashgen.codegen.candidates import MAX_CANDIDATES, Candidates, candidates
-from flashgen.codegen.explain import Shape
+from flashgen.codegen.explain_counts import Shape
 from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
 
 SMALL = (Shape(2, 512, 512, 8, 8), Shape(1, 1024, 1024, 8, 8))

@@ -30,8 +30,8 @@ from flashgen.runtime.emulator.report import KernelFault
 from flashgen.runtime.emulator.schedule import Schedule, scheduled
 from flashgen.runtime.emulator.toolchain import compile_kernel
 from flashgen.runtime.problem import Inputs, Problem
+from flashgen.runtime.subject import run_poisoned
 from flashgen.runtime.values import is_persistent
-from flashgen.runtime.verify import run_poisoned
 
 
 def distinct_plans(family: str) -> list[tuple[Spec, Plan]]:

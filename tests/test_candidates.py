@@ -16,7 +16,7 @@ from flashgen.codegen.candidates import (
     shapes_of,
     tilings,
 )
-from flashgen.codegen.explain import Shape
+from flashgen.codegen.explain_counts import Shape
 from flashgen.codegen.lower import lower
 from flashgen.codegen.plan import verify
 from flashgen.codegen.spec import Spec, Tile, load_specs, shipped_spec_paths

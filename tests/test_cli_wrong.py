@@ -19,7 +19,7 @@ import flashgen
 from flashgen import errors
 from flashgen.cli.app import app
 from flashgen.cli.common import INTERRUPTED, READER_LEFT, Output, command
-from flashgen.codegen.explain import parse_shape
+from flashgen.codegen.explain_counts import parse_shape
 from flashgen.errors import UnsupportedError
 
 ROOT = str(Path(flashgen.__file__).parent.parent)

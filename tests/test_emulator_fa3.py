@@ -27,15 +27,8 @@ from flashgen.runtime.edges import company_problem, edge_lengths, masks
 from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule
 from flashgen.runtime.problem import Problem
-from flashgen.runtime.verify import (
-    Subject,
-    alone_and_in_company,
-    future_keys,
-    head_major,
-    spread,
-    strided,
-    verify_spec,
-)
+from flashgen.runtime.subject import Subject
+from flashgen.runtime.verify import alone_and_in_company, future_keys, head_major, spread, strided, verify_spec
 
 PLANS = distinct_plans("fa3")
 SOAK_RUNS = int(os.environ.get("EMULATOR_SOAK_RUNS", "0"))  # as in test_emulator_fa2.py

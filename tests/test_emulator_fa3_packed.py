@@ -13,7 +13,8 @@ from flashgen.runtime.compare import check_bits
 from flashgen.runtime.edges import company_problem
 from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule
-from flashgen.runtime.verify import Subject, alone_and_in_company, future_keys, head_major, spread, strided
+from flashgen.runtime.subject import Subject
+from flashgen.runtime.verify import alone_and_in_company, future_keys, head_major, spread, strided
 
 LENGTHS = ((1, 300), (5, 200), (70, 90), (70, 40))  # one query; one tile; several, with fewer keys than queries too
 

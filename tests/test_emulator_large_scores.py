@@ -16,7 +16,7 @@ from mla_kit import MLA_SPECS
 
 from flashgen.codegen.spec import Spec
 from flashgen.runtime.emulator.kernel import emulated_sms
-from flashgen.runtime.verify import run_poisoned
+from flashgen.runtime.subject import run_poisoned
 from flashgen.runtime.verify_mla import run_poisoned as run_mla
 
 SMALL = {"tile": {"m": 128, "n": 32}, "stages": 2}

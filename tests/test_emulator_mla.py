@@ -16,7 +16,7 @@ from flashgen.runtime.compare import check_bits
 from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule, scheduled
 from flashgen.runtime.mla_problem import MlaInputs, MlaProblem
-from flashgen.runtime.verify import Subject
+from flashgen.runtime.subject import Subject
 from flashgen.runtime.verify_mla import kept_schedule, layouts
 
 SPECS = {spec.variant: spec for spec in MLA_SPECS}

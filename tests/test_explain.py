@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashgen
-from flashgen.codegen.explain import Explanation, Shape, explain, explain_plan, parse_shape, typical
+from flashgen.codegen.explain import Explanation, explain, explain_plan, typical
+from flashgen.codegen.explain_counts import Shape, parse_shape
 from flashgen.codegen.explain_mla import DecodeExplanation
 from flashgen.codegen.explain_text import BAR_WIDTH, bar, si
 from flashgen.codegen.lower import lower

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flashgen.runtime.compare import check, check_bits
 from flashgen.runtime.problem import Inputs, Problem
-from flashgen.runtime.verify import head_major, run_poisoned, spread
+from flashgen.runtime.subject import run_poisoned
+from flashgen.runtime.verify import head_major, spread
 
 pytestmark = pytest.mark.gpu
 LAYOUTS = pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])

@@ -15,7 +15,8 @@ from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.runtime.compare import check_bits
 from flashgen.runtime.edges import masks
 from flashgen.runtime.problem import Problem
-from flashgen.runtime.verify import run_poisoned, verify_spec
+from flashgen.runtime.subject import run_poisoned
+from flashgen.runtime.verify import verify_spec
 
 pytestmark = pytest.mark.gpu
 SHIPPED = [(path, spec) for path in shipped_spec_paths() for spec in load_specs(path).specs

@@ -24,9 +24,10 @@ from flashgen.runtime.compare import check, check_bits
 from flashgen.runtime.edges import Mask, company_problem, masks, tile_shape
 from flashgen.runtime.lookup import Wanted, why
 from flashgen.runtime.problem import Inputs, Problem
+from flashgen.runtime.subject import Subject, run_poisoned
 from flashgen.runtime.tensor_map import fits_maps
 from flashgen.runtime.values import launch_values
-from flashgen.runtime.verify import Subject, alone_and_in_company, head_major, run_poisoned, spread, verify_spec
+from flashgen.runtime.verify import alone_and_in_company, head_major, spread, verify_spec
 
 pytestmark = pytest.mark.gpu
 SMS = 132  # of the whole card: fewer only make more tiles per block

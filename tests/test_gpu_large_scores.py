@@ -8,7 +8,7 @@ from large_scores import PATTERNS, SOFT, inputs_of, judge, mla_inputs_of
 from mla_kit import MLA_SPECS
 
 from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths
-from flashgen.runtime.verify import run_poisoned
+from flashgen.runtime.subject import run_poisoned
 from flashgen.runtime.verify_mla import run_poisoned as run_mla
 
 pytestmark = pytest.mark.gpu

@@ -19,7 +19,8 @@ from flashgen.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.compare import check_bits
 from flashgen.runtime.mla_problem import MlaInputs, MlaProblem, check_mla
-from flashgen.runtime.verify import Subject, verify_spec
+from flashgen.runtime.subject import Subject
+from flashgen.runtime.verify import verify_spec
 from flashgen.runtime.verify_mla import layouts
 
 SPECS = MLA_SPECS

@@ -22,7 +22,7 @@ from flashgen.codegen.target import TARGETS
 from flashgen.errors import FlashgenError, PlanError
 from flashgen.runtime.compare import check, check_bits
 from flashgen.runtime.problem import Inputs, Problem
-from flashgen.runtime.verify import run_poisoned
+from flashgen.runtime.subject import run_poisoned
 
 pytestmark = pytest.mark.gpu
 SLEEP_CYCLES = 200_000_000  # about 0.1 s: whatever does not wait for it reads the old contents

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from flashgen.cli.app import app
 from flashgen.codegen.candidates import candidates
-from flashgen.codegen.explain import Shape
+from flashgen.codegen.explain_counts import Shape
 from flashgen.codegen.spec import load_specs, shipped_spec_paths
 from flashgen.errors import VerifyError
 from flashgen.runtime import tune as runner

@@ -23,7 +23,8 @@ def explain(spec: SpecArgument, arch: Archs = None, variant: Variants = None, pr
         "Names: batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, window=left,right.")] = "") -> Output:
     """Show one variant's plan, memory, work and roofline. Needs no GPU, and no compiler."""
     from flashgen.codegen.explain import explain as explain_spec
-    from flashgen.codegen.explain import parse_shape, typical
+    from flashgen.codegen.explain import typical
+    from flashgen.codegen.explain_counts import parse_shape
 
     specs = select([spec], arch, variant)
     chosen = typical(specs)
@@ -33,7 +34,7 @@ def explain(spec: SpecArgument, arch: Archs = None, variant: Variants = None, pr
 
 def _launched(explanation: Explanation | DecodeExplanation) -> str:
     """The blocks of an fa3 launch, which may have fewer rows than the plan's."""
-    from flashgen.codegen.explain import Shape
+    from flashgen.codegen.explain_counts import Shape
     from flashgen.codegen.warpgroup import WARPGROUP_ROWS
     from flashgen.runtime.values import launch_values
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from flashgen.codegen.explain import Shape
+from flashgen.codegen.explain_counts import Shape
 from flashgen.codegen.lower import lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import render
