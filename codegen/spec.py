@@ -83,20 +83,28 @@ def variant_spec_paths() -> tuple[Path, ...]:
 def spec_path(spec: str | os.PathLike[str]) -> Path:
     """The shipped file of this name; else the path as it is given. With .yaml a name is a path first, so that a copy
     in the working directory counts; a folder called fa3_fwd hides nothing."""
-    path = Path(spec)
+    path = _as_path(spec)
     named = [p for p in (*shipped_spec_paths(), *variant_spec_paths()) if os.fspath(spec) in (p.name, p.stem)]
-    return named[0] if named and (os.fspath(spec) == named[0].stem or not path.exists()) else path
+    return named[0] if named and (os.fspath(spec) == named[0].stem or not os.path.exists(path)) else path
+
+
+def _as_path(spec: object) -> Path:
+    if not isinstance(spec, (str, os.PathLike)):
+        raise SpecError(f"a spec file is {show(spec)}", where="spec", allowed="a path, or the name of a shipped spec")
+    return Path(spec)
 
 
 def load_specs(path: str | os.PathLike[str]) -> SpecFile:
     """All variants of a spec file. Raises SpecError with file:line:column, and nothing else."""
-    file = Path(path)
+    file = _as_path(path)
     try:
         root, problems = read_yaml(file)
     except FileNotFoundError:
-        near = {p.name: p for p in (*shipped_spec_paths(), *variant_spec_paths(), *_files_beside(file))}
-        raise SpecError("no such file", where=show_path(file), allowed="a YAML file with spec fields",
-                        nearest=show_path(near[name]) if (name := closest(file.name, near)) else "") from None
+        shipped = [p.name if file.suffix else p.stem for p in (*shipped_spec_paths(), *variant_spec_paths())]
+        near = {name: name for name in shipped} | {p.name: show_path(p) for p in _files_beside(file)}
+        raise SpecError("no such file", where=show_path(file),
+                        allowed="a YAML file with spec fields, or the name of a shipped spec",
+                        nearest=near.get(closest(file.name, near), ""), next="flashgen list") from None
     specs = _specs(root, problems)
     return SpecFile(file, specs[0].name, specs)
 

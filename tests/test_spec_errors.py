@@ -190,7 +190,7 @@ def test_missing_and_unreadable_files(tmp_path):
     (tmp_path / "my_kernel.yaml").write_text(FULL)
     error = refused(load_specs, tmp_path / "my_kernl.yaml")
     assert error.nearest == str(tmp_path / "my_kernel.yaml")
-    assert refused(load_specs, "nowhere/fa2_fwd.yml").nearest.endswith("specs/fa2_fwd.yaml")
+    assert refused(load_specs, "nowhere/fa2_fwd.yml").nearest == "fa2_fwd.yaml"
     for path in (tmp_path, "\0", tmp_path / "my_kernel.yaml" / "x", "x" * 5000):
         assert refused(load_specs, path).where
 
