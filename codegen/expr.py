@@ -17,11 +17,14 @@ from typing import Any, Literal, NoReturn
 
 from flashgen.codegen.expr_canon import canonical
 from flashgen.codegen.expr_tree import (
+    FLOAT_LEAST,
     FLOAT_MAX,
     FUNCTIONS,
     INT_MAX,
     INT_MIN,
+    ROW,
     SCOPE,
+    SCOPE_NAMES,
     Const,
     Expr,
     Index,
@@ -169,10 +172,14 @@ class _Parser:
             self.fail(node, f"{type(value).__name__} is not in the language")
         rounded = round_float(value)
         if abs(rounded) > FLOAT_MAX or (rounded == 0) != (value == 0):
-            self.fail(node, f"is too {'large' if rounded else 'small'} for a float32", "1.4e-45 to 3.4e38, or 0.0")
+            self.fail(node, f"is too {'large' if rounded else 'small'} for a float32",
+                      f"{FLOAT_LEAST:.2g} to {FLOAT_MAX:.2g}, or 0.0")
         return const(rounded)
 
     def on_name(self, node: ast.Name, depth: int) -> Expr:
+        if node.id == ROW:  # in terms of q_pos, so that whatever knows of positions knows of rows
+            place, first = (Name(name, "int") for name in ("q_pos", "q_first"))
+            return self.make(node, "add", [place, self.make(node, "neg", [first], "int")], "int")
         if node.id in self.scope:
             return Name(node.id, self.scope[node.id])
         param = self.params.get(node.id)
@@ -186,7 +193,7 @@ class _Parser:
         if node.id in SCOPE:
             self.fail(node, f"{node.id} is not known in a mask", ", ".join([*self.scope, *self.params]),
                       next="write what depends on the score as `score:`")
-        self.unknown(node, node.id, "name", [*self.scope, *self.params])
+        self.unknown(node, node.id, "name", [*self.scope, ROW, *self.params])
 
     def unknown(self, at: ast.AST, name: str, what: str, known: Sequence[str]) -> NoReturn:
         close = difflib.get_close_matches(name[:40], known, n=1)
@@ -293,7 +300,7 @@ class _Parser:
         param = self.params.get(node.value.id)
         tensors = [name for name, known in self.params.items() if isinstance(known, TensorParam)]
         if not isinstance(param, TensorParam):
-            if param is not None or node.value.id in SCOPE:
+            if param is not None or node.value.id in SCOPE_NAMES:
                 self.fail(node.value, f"{node.value.id} is no tensor", ", ".join(tensors) or "no tensor is declared")
             self.unknown(node.value, node.value.id, "tensor", tensors or ["(no tensor is declared)"])
         places: list[Any] = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]

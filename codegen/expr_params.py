@@ -14,7 +14,7 @@ from flashgen.codegen.expr_tree import (
     FUNCTIONS,
     INT_MAX,
     INT_MIN,
-    SCOPE,
+    SCOPE_NAMES,
     Param,
     ScalarParam,
     TensorParam,
@@ -42,7 +42,7 @@ def _name(name: object, where: str) -> str:
     if not isinstance(name, str) or not re.fullmatch(rf"[A-Za-z][A-Za-z0-9_]{{0,{MAX_NAME - 1}}}", name):
         raise SpecError(f"{str(name)[:MAX_NAME]!a} cannot name a parameter", where=where,
                         allowed=f"up to {MAX_NAME} ASCII letters, digits and _, a letter first")
-    if name in SCOPE or name in FUNCTIONS or keyword.iskeyword(name):
+    if name in SCOPE_NAMES or name in FUNCTIONS or keyword.iskeyword(name):
         raise SpecError(f"{name} means something else", where=f"{where}.{name}",
                         allowed="a name that is neither in scope, nor a function, nor a word of Python's",
                         nearest=f"{name}_param")
@@ -85,7 +85,7 @@ def as_scalar(kind: str, value: object, where: str) -> int | float | bool:
     if kind == "float" and type(value) in (int, float) and -FLOAT_MAX <= value <= FLOAT_MAX:  # type: ignore[operator]
         return round_float(float(value))  # type: ignore[arg-type]
     allowed = {"bool": "true or false", "int": f"a whole number, {INT_MIN} to {INT_MAX}",
-               "float": "a finite number of at most 3.4e38 in size"}
+               "float": f"a finite number of at most {FLOAT_MAX:.2g} in size"}
     raise SpecError(f"is {str(value)[:MAX_NAME]!a}", where=where, allowed=allowed[kind])
 
 

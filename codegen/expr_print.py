@@ -31,7 +31,7 @@ PARAM_PREFIX = "p.user_"
 # begins at `begin:`, to which the index is added, and has `size:` in memory.
 CUDA_NAMES: dict[str, str] = {
     "score": "score", "q_pos": "q_pos", "kv_pos": "kv_pos", "batch": "batch", "head_q": "head_q", "head_kv": "head_kv",
-    "seqlen_q": "seqlen_q", "seqlen_kv": "seqlen_kv", "dim:num_heads_q": "p.num_heads_q",
+    "seqlen_q": "seqlen_q", "seqlen_kv": "seqlen_kv", "q_first": "q_first", "dim:num_heads_q": "p.num_heads_q",
     "dim:num_heads_kv": "p.num_heads_kv", "dim:batch": "p.batch", "dim:seqlen_q": "p.seqlen_q",
     "dim:seqlen_kv": "p.seqlen_kv", "dim:total_q": "seqlen_q", "dim:total_kv": "seqlen_kv", "begin:total_q": "q_begin",
     "begin:total_kv": "kv_begin", "size:total_q": "p.total_q", "size:total_kv": "p.total_kv",
@@ -40,6 +40,7 @@ CUDA_NAMES: dict[str, str] = {
 KERNEL_NAMES: dict[str, str] = CUDA_NAMES | {
     "batch": "work.batch", "head_q": "work.head_q", "head_kv": "(work.head_q / p.heads_per_kv_head)",
     "seqlen_q": "work.seqlen_q", "seqlen_kv": "work.seqlen_kv",
+    "q_first": "(p.align_bottom_right ? work.seqlen_kv - work.seqlen_q : 0)",
     "dim:num_heads_kv": "(p.num_heads_q / p.heads_per_kv_head)", "dim:total_q": "work.seqlen_q",
     "dim:total_kv": "work.seqlen_kv", "begin:total_q": "work.q_begin", "begin:total_kv": "work.kv_begin",
     "size:total_q": "p.seqlen_q", "size:total_kv": "p.seqlen_kv",

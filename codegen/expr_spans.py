@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Union
 
-from flashgen.codegen.expr_tree import INT_MAX, INT_MIN, Const, Expr, Index, Name, Op
+from flashgen.codegen.expr_canon import canonical
+from flashgen.codegen.expr_tree import INT_MAX, INT_MIN, Const, Expr, Index, Name, Op, const, walk
 
 SEEN, HIDDEN = 1, 2
+_POSITIONS = ("q_pos", "kv_pos")  # no parameter has these names
 BOTH = SEEN | HIDDEN
 Span = tuple[int, int]
 # A tensor's elements by the spans of its indices; a name's value. None: not known.
@@ -117,7 +119,24 @@ class _Compiler:
     def __init__(self, values: Mapping[str, Value]) -> None:
         self.values = values
 
+    def settled(self, tree: Expr) -> Expr:
+        """The constant that a tree without positions comes to, which kernels work out exactly; else the tree."""
+        names = [node for node in walk(tree) if isinstance(node, Name)]
+        if isinstance(tree, Const) or any(isinstance(node, Index) or node.type == "float" for node in walk(tree)):
+            return tree
+        if any(name.name in _POSITIONS or not isinstance(self.values.get(name.name), (bool, int)) for name in names):
+            return tree
+        found = canonical(self.with_values(tree))
+        return found if isinstance(found, Const) else tree
+
+    def with_values(self, tree: Expr) -> Expr:
+        if isinstance(tree, Name):
+            value = self.values[tree.name]
+            return const(bool(value) if tree.type == "bool" else int(value))  # type: ignore[arg-type]
+        return Op(tree.op, tuple(map(self.with_values, tree.args)), tree.type) if isinstance(tree, Op) else tree
+
     def truth(self, tree: Expr) -> _Node:
+        tree = self.settled(tree)
         if isinstance(tree, Const):
             bits = SEEN if tree.value else HIDDEN
             return lambda q, kv: bits
@@ -144,14 +163,13 @@ class _Compiler:
         return _chained(_TRUTHS[tree.op], [self.span(arg) for arg in tree.args])
 
     def span(self, tree: Expr) -> _Node:
+        tree = self.settled(tree)
         if isinstance(tree, Const):
             number = (int(tree.value), int(tree.value))
             return lambda q, kv: number
         if isinstance(tree, Name):
-            if tree.name == "q_pos" and tree.kind == "scope":
-                return lambda q, kv: q
-            if tree.name == "kv_pos" and tree.kind == "scope":
-                return lambda q, kv: kv
+            if tree.name in _POSITIONS:
+                return (lambda q, kv: q) if tree.name == "q_pos" else lambda q, kv: kv
             value = self.values.get(tree.name)
             known = _ALL if value is None or callable(value) else (int(value), int(value))
             return lambda q, kv: known

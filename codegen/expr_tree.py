@@ -15,14 +15,18 @@ from typing import ClassVar, Literal, Union
 
 Type = Literal["int", "float", "bool"]
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
-FLOAT_MAX = 3.4028234663852886e38  # the largest float32
+# Of float32: the largest, the least that is normal (a GPU may flush those below it to 0), the least above 0.
+FLOAT_MAX, FLOAT_NORMAL, FLOAT_LEAST = 3.4028234663852886e38, 2.0**-126, 2.0**-149
 
 SCOPE: dict[str, Type] = {"score": "float", "q_pos": "int", "kv_pos": "int", "batch": "int", "head_q": "int",
-                          "head_kv": "int", "seqlen_q": "int", "seqlen_kv": "int"}
+                          "head_kv": "int", "seqlen_q": "int", "seqlen_kv": "int", "q_first": "int"}
+ROW = "q_index"  # short for q_pos - q_first: the query's own row in its sequence, however positions are aligned
+SCOPE_NAMES = (*SCOPE, ROW)
 # What bounds a name that is not a parameter. Positions may be negative: queries may begin before the first key.
 SCOPE_RANGES: dict[str, tuple[int, int]] = {
     "q_pos": (-(1 << 30), (1 << 30) - 1), "kv_pos": (0, (1 << 30) - 1), "batch": (0, (1 << 30) - 1),
     "head_q": (0, (1 << 30) - 1), "head_kv": (0, (1 << 30) - 1), "seqlen_q": (0, 1 << 30), "seqlen_kv": (0, 1 << 30),
+    "q_first": (-(1 << 30), 1 << 30),
 }
 # A total_q or total_kv is indexed by the token's number in its own sequence; the rest index the whole tensor.
 DIMS = ("num_heads_q", "num_heads_kv", "batch", "seqlen_q", "seqlen_kv", "total_q", "total_kv")

@@ -26,7 +26,7 @@ from pydantic import (
 from flashgen.codegen import spec_expr, spec_rules
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr import MAX_TEXT
-from flashgen.codegen.expr_tree import DIMS
+from flashgen.codegen.expr_tree import DIMS, SCOPE_NAMES
 from flashgen.codegen.target import TARGETS
 from flashgen.codegen.yaml_tree import Trap, show
 from flashgen.errors import SpecError, together
@@ -92,11 +92,11 @@ class Spec(_Frozen):
         "rows", family="flashmla", others="its keys lie in one piece")] = None
     score: Annotated[str, _row(
         "what becomes of a score, already scaled, before the mask: softcap * tanh(score / softcap)",
-        words="an expression of score, q_pos, kv_pos, batch, head_q, head_kv, seqlen_q, seqlen_kv and params; or none",
+        words=f"an expression of {', '.join(SCOPE_NAMES)} and params; or none",
         max_length=MAX_TEXT)] = "none"
     mask: Annotated[str, _row(
         "which keys a query sees, in place of causal and window: kv_pos <= q_pos or kv_pos < prefix",
-        words="an expression of q_pos, kv_pos, batch, head_q, head_kv, seqlen_q, seqlen_kv and params; or none",
+        words=f"an expression of {', '.join(name for name in SCOPE_NAMES if name != 'score')} and params; or none",
         max_length=MAX_TEXT)] = "none"
     params: Annotated[Any, BeforeValidator(spec_expr.checked_params), PlainSerializer(
         spec_expr.plain_params, when_used="json"), _row(
@@ -358,6 +358,9 @@ def problems_of(error: ValidationError, locate: Locate, field: str = "") -> list
             found.append(SpecError(item["msg"], where=where, allowed="a mapping of spec fields"))
         elif item["type"] == "missing":
             found.append(SpecError(f"{name} is missing", where=where, allowed=allowed(row)))
+        elif item["type"] == "string_too_long":
+            found.append(SpecError(f"{name} has {len(item['input'])} characters", where=where,
+                                   allowed=f"at most {row.schema['maxLength']}"))
         else:
             found.append(bad_value(row, item["input"], where, note))
     return found

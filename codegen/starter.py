@@ -5,12 +5,14 @@ import json
 import re
 
 from flashgen.codegen.expr_params import MAX_NAME
+from flashgen.codegen.expr_tree import SCOPE_NAMES
 from flashgen.codegen.spec import Spec, load_specs, spec_path
 from flashgen.codegen.spec_expr import NONE, plain_params
 from flashgen.errors import SpecError
 
 _ARCHS = {"fa2": "sm_90", "fa3": "sm_90a"}
 _ABOUT = {"fa2": "any NVIDIA GPU from Ampere on: sm_80, sm_86, sm_89, sm_90, sm_120", "fa3": "Hopper: sm_90a"}
+_NAMES = ", ".join(SCOPE_NAMES)
 _SCORE, _MASK = "softcap * tanh(score / softcap)", "kv_pos <= q_pos and q_pos - kv_pos < window"
 _PARAMS = {"softcap": {"type": "float", "default": 30.0}, "window": {"type": "int", "default": 1024}}
 
@@ -34,12 +36,12 @@ def starter(name: str, base: str) -> str:
 
 
 def _examples() -> str:
-    return _SCORE_TEXT.format(_SCORE) + _MASK_TEXT.format(_MASK) + _params(_PARAMS) + _OTHERS
+    return _SCORE_TEXT.format(_SCORE, names=_NAMES) + _MASK_TEXT.format(_MASK) + _params(_PARAMS) + _OTHERS
 
 
 def _expressions(spec: Spec) -> str:
     mask = _MASK_TEXT.format(spec.mask) if spec.mask != NONE else _CAUSAL.format(str(spec.causal).lower())
-    score = _SCORE_TEXT.format(spec.score) if spec.score != NONE else ""
+    score = _SCORE_TEXT.format(spec.score, names=_NAMES) if spec.score != NONE else ""
     others = [f"{field}: {value}\n" for field, value, plain in (
         ("sink", spec.sink, NONE), ("normalize", spec.normalize, "softmax"), ("align", spec.align, "bottom_right"),
         ("lse", str(spec.lse).lower(), "true")) if value != plain]
@@ -72,8 +74,9 @@ head_dim_qk: [{head_dim}]          # multiples of 8 up to 256
 kv_layout: {layout}            # varlen: packed sequences
 {body}"""
 _SCORE_TEXT = """
-# What becomes of a score (scaled, before the mask). Names: score, q_pos, kv_pos, batch, head_q, head_kv, seqlen_q,
-# seqlen_kv and the params below; + - * / // %, comparisons, and, or, not, a if c else b, min, max, abs, exp, log, tanh,
+# What becomes of a score (scaled, before the mask). Names: the params below, and
+# {names};
+# + - * / // %, comparisons, and, or, not, a if c else b, min, max, abs, exp, log, tanh,
 # sigmoid, float, tensor[i], tensor[i, j].
 score: {}
 """

@@ -62,7 +62,7 @@ class Question:
 
     def known(self) -> dict[str, Value]:
         return {"batch": 0, "head_q": 0, "head_kv": 0, **self.values, "seqlen_q": self.seqlen_q,
-                "seqlen_kv": self.seqlen_kv}
+                "seqlen_kv": self.seqlen_kv, "q_first": self.first}
 
     @property
     def first(self) -> int:

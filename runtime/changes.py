@@ -43,7 +43,7 @@ class Changes:
         return {**self.defaults, **self.params, "score": scores, "q_pos": axis(rows, 3, place.first_row + diagonal),
                 "kv_pos": axis(keys, 4), "batch": axis(batch, 0, place.first_batch),
                 "head_kv": head_kv, "head_q": head_kv * group + axis(group, 2), "seqlen_q": place.seqlen_q,
-                "seqlen_kv": place.seqlen_kv, "q_begin": place.q_begin, "kv_begin": place.kv_begin}
+                "seqlen_kv": place.seqlen_kv, "q_first": diagonal, "q_begin": place.q_begin, "kv_begin": place.kv_begin}
 
     def changed(self, place: Place, scores: Tensor, dtype: str) -> Tensor:
         """The scores after the expression, which is evaluated in `dtype`."""

@@ -45,8 +45,9 @@ class Writer:
 
     def int_(self, depth: int) -> str:
         if depth <= 0 or self.rng.random() < 0.15:
-            return self.pick("q_pos", "kv_pos", "q_pos", "kv_pos", "head_q", "seqlen_kv", "width", "step",
-                             str(self.rng.randint(0, 9)), str(self.rng.choice([16, 100, 2147483647, -2147483648])))
+            return self.pick("q_pos", "kv_pos", "q_pos", "kv_pos", "head_q", "seqlen_kv", "q_index", "q_first", "width",
+                             "step", str(self.rng.randint(0, 9)),
+                             str(self.rng.choice([16, 100, 2147483647, -2147483648])))
         a, b = self.int_(depth - 1), self.int_(depth - 1)
         divisor = self.pick("2", "3", "4", "-5", "width", "step", f"({b} + 0)" if self.rng.random() < 0.5 else "q_pos")
         return self.pick(f"({a} + {b})", f"({a} - {b})", f"({a} * {b})", f"({a} // {divisor})", f"({a} % {divisor})",
@@ -102,7 +103,7 @@ def values(seed: int, quarters: bool = False) -> dict[str, Any]:
         "q_pos": np.arange(SEQLEN_Q, dtype=np.int32)[:, None] + offset,
         "kv_pos": np.arange(SEQLEN_KV, dtype=np.int32)[None, :], "score": floats(SEQLEN_Q, SEQLEN_KV),
         "batch": 1, "head_q": int(rng.integers(HEADS)), "head_kv": 0, "seqlen_q": SEQLEN_Q, "seqlen_kv": SEQLEN_KV,
-        "kv_begin": KV_BEGIN, "width": int(rng.integers(-1, 9)), "step": int(rng.integers(-4, 4)),
+        "q_first": offset, "kv_begin": KV_BEGIN, "width": int(rng.integers(-1, 9)), "step": int(rng.integers(-4, 4)),
         "gain": float(floats(1)[0]), "cap": float(floats(1)[0]), "flag": bool(rng.integers(2)), "slope": floats(HEADS),
         "table": rng.integers(-9, 20, 7).astype(np.int32), "bias": floats(HEADS, 9),
         "doc": np.sort(rng.integers(0, 4, KV_BEGIN + SEQLEN_KV + 2)).astype(np.int32),

@@ -25,7 +25,7 @@ from flashgen.codegen.render import TEMPLATES
 from flashgen.errors import SpecError
 
 SPANS = re.sub("#.*", "", (TEMPLATES / "include" / "flashgen" / "span.cuh").read_text(encoding="utf-8"))
-NUMBERS = ("head_q", "batch", "head_kv", "seqlen_q", "seqlen_kv", "q_begin", "kv_begin")
+NUMBERS = ("head_q", "batch", "head_kv", "seqlen_q", "seqlen_kv", "q_first", "q_begin", "kv_begin")
 SEEN, HIDDEN = 1, 2
 Params = dict[str, Param]
 

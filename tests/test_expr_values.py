@@ -147,7 +147,7 @@ extern "C" void f{i}({C_TYPES[tree.type]}* out, const Params& p, const float* sc
                      int head_kv, int seqlen_q, int seqlen_kv, int kv_begin) {{
   for (int row = 0; row < seqlen_q; ++row)
     for (int kv_pos = 0; kv_pos < seqlen_kv; ++kv_pos) {{
-      const int q_pos = row + seqlen_kv - seqlen_q;
+      const int q_first = seqlen_kv - seqlen_q, q_pos = row + q_first;
       const float score = scores[row * seqlen_kv + kv_pos];
       out[row * seqlen_kv + kv_pos] = {to_cuda(tree, C_NAMES)};
     }}
