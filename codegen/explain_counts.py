@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.expr_tree import ScalarParam
+from flashgen.codegen.expr_tree import INT_MAX, ScalarParam
 from flashgen.codegen.mask import TileCounts, tile_counts, visible_pairs
 from flashgen.codegen.plan import Plan, registers_per_thread_max
 from flashgen.codegen.spec import Spec
 from flashgen.codegen.target import TARGETS, Device, Target
 from flashgen.codegen.tile_map import Question, pairs_of, tile_map
 from flashgen.codegen.warpgroup import RegisterNeed, register_need
+from flashgen.codegen.yaml_tree import show
 from flashgen.errors import UnsupportedError
 
 LSE_BYTES = 4
@@ -37,8 +38,9 @@ def check_sizes(cls: type[Any], problem: Mapping[str, Any], but: Sequence[str] =
             close = difflib.get_close_matches(name, names, n=1)
             raise UnsupportedError(f"unknown size {name}", where="problem", allowed=", ".join(names),
                                    nearest=close[0] if close else "")
-        if name not in but and (type(value) is not int or value < 1):
-            raise UnsupportedError(f"{name} is {value!r}", where="problem", allowed="whole numbers from 1")
+        if name not in but and (type(value) is not int or not 1 <= value <= INT_MAX):
+            raise UnsupportedError(f"{name} is {show(value)}", where="problem",
+                                   allowed=f"whole numbers from 1 to {INT_MAX}")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Shape:
         """seqlen_kv and num_heads_kv follow their _q twins unless given. UnsupportedError for what makes no call."""
         check_sizes(cls, problem, but=("window",))
         if "window" in problem and not _is_window(problem["window"]):
-            raise UnsupportedError(f"window is {problem['window']!r}", where="problem",
+            raise UnsupportedError(f"window is {show(problem['window'])}", where="problem",
                                    allowed="two counts of keys, (left, right); -1 is unbounded")
         for name in ("seqlen", "num_heads"):
             if f"{name}_q" in problem:
@@ -71,7 +73,7 @@ class Shape:
 
 def _is_window(value: object) -> bool:
     return (isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
-            and all(type(side) is int and side >= -1 for side in value))
+            and all(type(side) is int and -1 <= side <= INT_MAX for side in value))
 
 
 @dataclass(frozen=True)

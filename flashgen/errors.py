@@ -27,7 +27,7 @@ class FlashgenError(Exception):
                 lines.append(f"  {label}: {text}")
         if self.details:
             lines.append(self.details)
-        return "\n".join(lines)
+        return "\n".join(lines).encode(errors="backslashreplace").decode()  # a path may hold half a surrogate pair
 
     def __reduce__(self) -> tuple:  # keyword-only arguments do not survive the default pickling
         return _rebuild, (type(self), self.to_json())

@@ -100,6 +100,9 @@ class Bundle:
     @classmethod
     def load(cls, path: Path | str) -> Bundle:
         """BundleError if the manifest is absent, damaged, or of a flashgen that packs launches differently."""
+        if not isinstance(path, (str, os.PathLike)):
+            raise BundleError(f"the directory of a bundle is of type {type(path).__name__}", where="directory",
+                              allowed="a path", next="flashgen bundle SPEC... -o DIR writes one")
         path = Path(path).absolute()
         try:
             fields = _read_manifest(path)

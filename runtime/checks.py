@@ -4,21 +4,29 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.expr_tree import FLOAT_MAX, FLOAT_NORMAL
 from flashgen.errors import UnsupportedError
+from flashgen.runtime.arguments import RAW_ERRORS, check_tensor, flag, number, require_tensors, whole
+from flashgen.runtime.overlap import extent, overlap, overlaps_itself
+from flashgen.runtime.values import LOG2_E
 
 ALIGNMENT_BYTES = 16  # one cp.async
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 2**30    # sums of two positions and a window stay within 32 bits
+MAX_SCHEMA_INT = 2**63 - 1
 CAUSAL_CODES = {False: 0, True: 1, "top_left": 2}
+WINDOW_ALLOWED = "(left, right), counts of keys from 0, or -1 for an unbounded side"
+# The scale, and what kernels take of it, scale * log2(e), are normal float32: those below are 0 where a GPU flushes.
+SCALE_MIN, SCALE_MAX = FLOAT_NORMAL, FLOAT_MAX / LOG2_E
+SCALE_ALLOWED = f"a number, finite, above 0 and normal in float32: {SCALE_MIN!r} to {SCALE_MAX!r}"
 DTYPE_NAMES = {getattr(torch, d.torch_name): d.name for d in DTYPES.values()}
 
 
-def check_call(q, k, v, causal, cu_seqlens_q, cu_seqlens_kv) -> None:  # type: ignore[no-untyped-def]
+def check_call(q, k, v, cu_seqlens_q, cu_seqlens_kv) -> None:  # type: ignore[no-untyped-def]
     """What a look at the arguments shows, before anything is memoised."""
-    if causal not in CAUSAL_CODES:
-        raise UnsupportedError(f"causal={causal!r}", where="causal", allowed='False, True or "top_left"')
     if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
         raise UnsupportedError("only one of cu_seqlens_q and cu_seqlens_kv is given", where="cu_seqlens",
                                allowed="both (varlen) or neither (dense)")
@@ -26,8 +34,52 @@ def check_call(q, k, v, causal, cu_seqlens_q, cu_seqlens_kv) -> None:  # type: i
         raise UnsupportedError("a gradient is asked for, and flashgen has no backward kernel yet", where="q, k, v",
                                allowed="inputs without requires_grad", next="call it under torch.no_grad()")
     if not (q.is_cuda or q.is_cpu):
-        raise UnsupportedError(f"q is on {q.device}", where="q",
+        check_device("q", q)
+
+
+def check_device(name: str, t: torch.Tensor) -> None:
+    if not (t.is_cuda or t.is_cpu):
+        raise UnsupportedError(f"{name} is on {t.device}", where=name,
                                allowed="tensors on a CUDA device, or on the CPU, where kernels run emulated")
+
+
+def causal_code(causal: object) -> int:
+    """What CAUSAL_CODES says, also of numbers of other types."""
+    allowed = " or ".join(repr(name) for name in CAUSAL_CODES)
+    try:
+        return CAUSAL_CODES[causal]  # type: ignore[index]
+    except (*RAW_ERRORS, ValueError):  # none of them, or nothing that can be looked up
+        return CAUSAL_CODES[whole("causal", causal, 0, 1, allowed) == 1]
+
+
+def side(value: object) -> int:
+    """A side of a window. No sequence is longer than what an op's schema holds, so larger numbers mean the same.
+
+    A graph that is being traced keeps it open: a look at its value would make it a constant.
+    """
+    if type(value) is int and is_dynamo_compiling():
+        return value
+    return whole("window", value, -1, MAX_SCHEMA_INT, WINDOW_ALLOWED, least=True)
+
+
+def scale_number(value: object) -> float:
+    found = number("softmax_scale", value, SCALE_ALLOWED)
+    try:
+        return found if isinstance(found, torch.SymFloat) else float(found)  # type: ignore[return-value]
+    except OverflowError:  # a whole number past the largest double
+        return math.inf if found > 0 else -math.inf
+
+
+def read_options(left, right, scale, want_lse):  # type: ignore[no-untyped-def]
+    """The four as int, int, float and bool; UnsupportedError for what they are not."""
+    return side(left), side(right), scale_number(scale), flag("return_lse", want_lse)
+
+
+def default_scale(q, k, v, cu_q, cu_kv, softmax_scale):  # type: ignore[no-untyped-def]
+    """The scale of a call whose first look at the arguments failed; UnsupportedError for the one that is wrong."""
+    check_qkv(q, k, v, cu_q, cu_kv)
+    check_call(q, k, v, cu_q, cu_kv)
+    return (q.shape[-1] or 1) ** -0.5 if softmax_scale is None else softmax_scale
 
 
 def strides(t) -> list[int]:  # type: ignore[no-untyped-def]
@@ -46,13 +98,13 @@ def is_aligned(t: torch.Tensor) -> bool:
 def check_qkv(q, k, v, cu_q, cu_kv):  # type: ignore[no-untyped-def]
     varlen = cu_q is not None
     rank, shape = (3, "[total, num_heads, head_dim]") if varlen else (4, "[batch, seqlen, num_heads, head_dim]")
+    require_tensors(False, q=q, k=k, v=v)
+    require_tensors(True, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != rank:
             raise UnsupportedError(f"{name} has shape {tuple(t.shape)}", where=name, allowed=shape,
                                    next="" if varlen else "packed sequences need cu_seqlens_q and cu_seqlens_kv")
-        if t.dtype not in DTYPE_NAMES or t.dtype != q.dtype:
-            raise UnsupportedError(f"{name} has dtype {t.dtype}, q has {q.dtype}", where=name,
-                                   allowed="one dtype for all: " + ", ".join(map(str, DTYPE_NAMES)))
+        check_dtype(name, t, q)
         if t.device != q.device:
             raise UnsupportedError(f"{name} is on {t.device}, q on {q.device}", where=name, allowed="one device")
         if t.shape[-3] >= MAX_LENGTH:
@@ -93,16 +145,27 @@ def check_head_dims(head_dim_qk: int, head_dim_v: int) -> None:
                                nearest=f"{nearest}: pad q, k and v with zero columns and give softmax_scale")
 
 
+def check_dtype(name: str, t: torch.Tensor, q: torch.Tensor) -> None:
+    """UnsupportedError unless kernels take the dtype of `t`, and it is that of q."""
+    if t.dtype in DTYPE_NAMES and t.dtype == q.dtype:
+        return
+    beside = "" if t.dtype == q.dtype else f", q has {q.dtype}"
+    raise UnsupportedError(f"{name} has dtype {t.dtype}{beside}", where=name,
+                           allowed="one dtype for all: " + ", ".join(map(str, DTYPE_NAMES)))
+
+
 def check_options(left: int, right: int, scale: float) -> None:
+    """UnsupportedError for a window with a side below -1, and for a scale that float32 cannot hold."""
     if left < -1 or right < -1:
-        raise UnsupportedError(f"window=({left}, {right})", where="window",
-                               allowed="counts of keys from 0, or -1 for an unbounded side")
-    if not (math.isfinite(scale) and scale > 0):
-        raise UnsupportedError(f"softmax_scale={scale}", where="softmax_scale", allowed="finite, above 0",
-                               nearest="negate q for a negative scale")
+        raise UnsupportedError(f"window=({left}, {right})", where="window", allowed=WINDOW_ALLOWED)
+    if not SCALE_MIN <= scale <= SCALE_MAX:
+        raise UnsupportedError(f"softmax_scale={scale}", where="softmax_scale", allowed=SCALE_ALLOWED,
+                               nearest="negate q for a negative scale" if scale < 0 else
+                               "" if math.isnan(scale) else repr(min(max(scale, SCALE_MIN), SCALE_MAX)))
 
 
 def check_out(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
+    check_tensor("out", out, "a tensor, or None")
     if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
         raise UnsupportedError(f"out is {out.dtype} {tuple(out.shape)} on {out.device}", where="out",
                                allowed=f"{q.dtype} {shape} on {q.device}")
@@ -110,3 +173,24 @@ def check_out(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> Non
         raise UnsupportedError(f"out has strides {out.stride()} and starts at byte {out.data_ptr() % ALIGNMENT_BYTES} "
                                f"of 16", where="out", allowed="contiguous last dimension, rows 16-byte aligned",
                                next="leave out=None and copy the result")
+    if overlaps_itself(out.shape, out.stride()):
+        raise UnsupportedError(f"out {tuple(out.shape)} has strides {out.stride()}: its elements share memory",
+                               where="out", allowed="a place of its own for each element",
+                               next="leave out=None and copy the result")
+
+
+def extents(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Bytes from the first element of each to the end of its last."""
+    return tuple(extent(t.shape, t.stride()) * t.element_size() for t in tensors)
+
+
+def check_shared(out: torch.Tensor, **inputs: torch.Tensor) -> None:
+    """UnsupportedError where `out` shares an element with an input, which blocks still read while others write.
+
+    Callers compare extents first: this is for the rare call whose ranges of addresses meet.
+    """
+    for name, t in inputs.items():
+        distance = (out.data_ptr() - t.data_ptr()) // t.element_size()
+        if overlap(t.shape, t.stride(), out.shape, out.stride(), distance):
+            raise UnsupportedError(f"out shares memory with {name}", where="out",
+                                   allowed="memory that no input lies in", next="leave out=None and copy the result")

@@ -80,7 +80,7 @@ def _path_handle(text: str) -> str:
         found = path.stem if path in _shipped_names().values() else os.path.abspath(path)
         if len(_paths) >= MEMO_LIMIT:
             _paths.clear()
-        if path.exists():
+        if os.path.exists(path):
             _paths[key] = found
     return found
 

@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
 from flashgen.runtime import checks, ops
+from flashgen.runtime.arguments import RAW_ERRORS, flag, same, whole
 from flashgen.runtime.counters import CountingLauncher, counters_of
 from flashgen.runtime.driver import api
 from flashgen.runtime.handles import handle_of
@@ -24,8 +25,11 @@ from flashgen.runtime.kernel import Kernel, Launcher
 from flashgen.runtime.lookup import EMULATED, Wanted, registry
 from flashgen.runtime.mla_checks import (
     HEAD_DIM_V,
+    check_call,
+    check_types,
     raise_first,
     wrong_lengths,
+    wrong_queries,
     wrong_rows,
     wrong_schedule,
     wrong_sizes,
@@ -35,7 +39,6 @@ from flashgen.runtime.mla_values import mla_values, schedule_values
 from flashgen.runtime.tensor_map import fits_maps
 from flashgen.runtime.torch_ops import DECODE, DECODE_DYNAMIC, SCHEDULE, all_static, as_numbers
 from flashgen.runtime.values import pointer_names
-from flashgen.runtime.wrapped import refuse_wrapped
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
@@ -64,13 +67,13 @@ def mla_schedule(seqlens_kv: Tensor, num_heads_q: int, seqlen_q: int = 1) -> Mla
     Give it to each mla_decode with the same lengths, heads and seqlen_q: such a call starts one kernel less. Raises as
     mla_decode.
     """
+    num_heads_q, seqlen_q = whole("num_heads_q", num_heads_q, 0), whole("seqlen_q", seqlen_q, 0)
     raise_first(wrong_sizes(num_heads_q, seqlen_q))
     raise_first(wrong_lengths(seqlens_kv, None))
+    checks.check_device("seqlens_kv", seqlens_kv)
     if ops.FORCE_CPU and seqlens_kv.is_cuda:
         rows = run_schedule(seqlens_kv.cpu(), num_heads_q, seqlen_q).to(seqlens_kv.device)
     elif is_dynamo_compiling() or not ops._nobody_listens(seqlens_kv, seqlens_kv, seqlens_kv):
-        if not is_dynamo_compiling():
-            refuse_wrapped(seqlens_kv=seqlens_kv)
         rows = SCHEDULE(seqlens_kv, num_heads_q, seqlen_q)
     else:
         rows = run_schedule(seqlens_kv, num_heads_q, seqlen_q)
@@ -91,14 +94,16 @@ def mla_decode(q: Tensor, kv_cache: Tensor, seqlens_kv: Tensor | int, *, page_ta
         kv_cache: pages [num_pages, page_size, head_dim_qk] of any size, or without a page_table
             [batch, seqlen_kv, head_dim_qk]; with or without a dimension of 1 before the last. Rows and pages 16-byte
             aligned; it is never copied. Pages of 64, 128, ... rows are the fastest.
-        seqlens_kv: [batch] int32 on the device: keys of each request, the new ones included; or one number for all.
+        seqlens_kv: [batch] int32 on the device: keys of each request, the new ones included; or one number for all,
+            which the host knows.
         page_table: [batch, max_pages] int32: pages of each request. Nothing past ceil(length / page_size) is used.
         causal: query i of a request sees its first seqlens_kv - seqlen_q + 1 + i keys, and not all of them.
-        softmax_scale: head_dim_qk ** -0.5 by default; finite and above 0.
+        softmax_scale: as flashgen.attention has it.
         sink: [num_heads_q] fp32, a score that joins each head's denominator, and lse, and no value.
         schedule: of mla_schedule, for the same lengths; by default the call makes its own.
         return_lse: also return the natural log of the sum of exp(scores), fp32 [batch, num_heads_q, seqlen_q].
-        out: [batch, seqlen_q, num_heads_q, head_dim_v], contiguous; written in place and returned.
+        out: [batch, seqlen_q, num_heads_q, head_dim_v], contiguous; written in place and returned. It shares
+            no memory with q or kv_cache.
         lse_counts_sink: False leaves the sink out of lse.
         spec: a spec file, the name of a shipped one, or a Spec, to restrict the choice of kernel.
 
@@ -107,29 +112,24 @@ def mla_decode(q: Tensor, kv_cache: Tensor, seqlens_kv: Tensor | int, *, page_ta
 
     Raises as flashgen.attention.
     """
-    if torch.is_grad_enabled() and (q.requires_grad or kv_cache.requires_grad
-                                    or (sink is not None and sink.requires_grad)):
-        raise UnsupportedError("a gradient is asked for, and a decode has none", where="q, kv_cache, sink",
-                               allowed="inputs without requires_grad", next="call it under torch.no_grad()")
-    if not (q.is_cuda or q.is_cpu):
-        raise UnsupportedError(f"q is on {q.device}", where="q",
-                               allowed="tensors on a CUDA device, or on the CPU, where kernels run emulated")
-    if head_dim_v != HEAD_DIM_V:
-        raise UnsupportedError(f"head_dim_v={head_dim_v}", where="head_dim_v", allowed=str(HEAD_DIM_V))
-    if isinstance(seqlens_kv, int):
-        seqlens_kv = torch.full((q.shape[0],), seqlens_kv, dtype=torch.int32, device=q.device)
+    try:
+        check_call(q, kv_cache, sink)
+        batch, scale = q.shape[0], q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    except RAW_ERRORS:
+        raise_first(wrong_queries(q, kv_cache, sink))
+        raise
+    if head_dim_v is not HEAD_DIM_V:
+        whole("head_dim_v", head_dim_v, HEAD_DIM_V, HEAD_DIM_V, str(HEAD_DIM_V))
+    if not isinstance(seqlens_kv, Tensor) or seqlens_kv.dim() == 0:
+        length = whole("seqlens_kv", seqlens_kv, 0, allowed="[batch] int32, or one number from 0 for all")
+        seqlens_kv = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if schedule is not None:
         raise_first(wrong_schedule(schedule, q))
     if ops.FORCE_CPU and q.is_cuda:
         return _on_cpu(q, kv_cache, seqlens_kv, page_table, sink, return_lse, out, causal=causal, spec=spec,
                        softmax_scale=softmax_scale, lse_counts_sink=lse_counts_sink)
-    try:
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    except RuntimeError:  # a nested tensor has no shape
-        refuse_wrapped(q=q)
-        raise
-    options = (q, kv_cache, seqlens_kv, page_table, sink, None if schedule is None else schedule.rows, bool(causal),
-               scale, bool(lse_counts_sink), "" if spec is None else handle_of(spec))
+    options = (q, kv_cache, seqlens_kv, page_table, sink, None if schedule is None else schedule.rows, causal, scale,
+               lse_counts_sink, "" if spec is None else handle_of(spec))
     if is_dynamo_compiling() or not ops._nobody_listens(q, kv_cache, seqlens_kv):
         return _dispatch(*options, out, return_lse, softmax_scale is None)
     out, lse = _run(*options, out, return_lse)
@@ -138,11 +138,11 @@ def mla_decode(q: Tensor, kv_cache: Tensor, seqlens_kv: Tensor | int, *, page_ta
 
 def _dispatch(  # type: ignore[no-untyped-def]
         q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec, out, want_lse, is_default_scale):
-    """The call through torch's dispatcher, for whoever wants to see it."""
+    """The call through torch's dispatcher, for whoever wants to see it. Its schemas take plain types alone."""
     given = DECODE
-    if not is_dynamo_compiling():
-        refuse_wrapped(q=q, kv_cache=kv, seqlens_kv=seqlens, page_table=page_table, sink=sink, schedule=rows, out=out)
-    elif not (is_default_scale or all_static(scale)):
+    check_types(q, kv, seqlens, page_table, sink, rows, out)
+    causal, scale, counts_sink, want_lse = _read(causal, scale, counts_sink, want_lse)
+    if is_dynamo_compiling() and not (is_default_scale or all_static(scale)):
         given, scale = DECODE_DYNAMIC, as_numbers(scale)
     return given.call((q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec), out, want_lse)
 
@@ -174,6 +174,7 @@ class _Call(NamedTuple):
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     launcher: Launcher | CountingLauncher | EmulatedLauncher | None = None  # None: no key can be there, or no query
+    extents: tuple[int, ...] = ()  # bytes of q, the cache and the caller's out
 
 
 class _Memo(threading.local):
@@ -188,21 +189,31 @@ _memo = _Memo()
 def _run(  # type: ignore[no-untyped-def]
         q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec, out, want_lse):
     """(out, lse or None). `out` None: allocated here."""
-    device_index = q.get_device()
+    call = key = wrong = None
     try:
+        device_index, q_pointer, kv_pointer = q.get_device(), q.data_ptr(), kv.data_ptr()
         key = (q.shape, kv.shape, q.stride(), kv.stride(), q.dtype, kv.dtype, device_index, kv.get_device(),
-               q.data_ptr() & 15, kv.data_ptr() & 15, causal, scale, counts_sink, spec, _form(seqlens),
+               q_pointer & 15, kv_pointer & 15, causal, scale, counts_sink, spec, want_lse, _form(seqlens),
                _form(page_table), _form(sink), _form(rows), None if out is None else (_form(out), out.data_ptr() & 15))
-    except RuntimeError:  # sparse and nested tensors have no such things
-        refuse_wrapped(q=q, kv_cache=kv, seqlens_kv=seqlens, page_table=page_table, sink=sink, schedule=rows, out=out)
-        raise
-    call = _memo.calls.get(key)
+        call = _memo.calls.get(key)
+    except RAW_ERRORS as error:  # an argument that makes no key, such as a list or a sparse tensor
+        wrong = error
     if call is None or call.generation != registry.generation:
+        check_types(q, kv, seqlens, page_table, sink, rows, out)
+        found = _read(causal, scale, counts_sink, want_lse)
+        if not same(found, (causal, scale, counts_sink, want_lse)):
+            return _run(q, kv, seqlens, page_table, sink, rows, *found[:3], spec, out, found[3])
+        if wrong is not None:
+            raise wrong
         call = _prepare(q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec, out)
         if device_index >= 0:  # an emulated launch takes so long that preparing it anew costs nothing
             _remember(_memo.calls, key, call)
     if out is None:
         out = q.new_empty(call.out_shape)
+    else:
+        begin, (q_bytes, kv_bytes, out_bytes) = out.data_ptr(), call.extents
+        if begin - q_bytes < q_pointer < begin + out_bytes or begin - kv_bytes < kv_pointer < begin + out_bytes:
+            checks.check_shared(out, q=q, kv_cache=kv)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if want_lse else None
     if call.launcher is None:
         out.zero_()
@@ -216,6 +227,12 @@ def _run(  # type: ignore[no-untyped-def]
     tensors = (q, kv, out, lse, page_table, seqlens, sink, rows)
     _launch(call.launcher, device_index, POINTERS, tensors)
     return out, lse
+
+
+def _read(causal, scale, counts_sink, want_lse):  # type: ignore[no-untyped-def]
+    """The four as bool, float, bool and bool; UnsupportedError for what they are not."""
+    return (flag("causal", causal), checks.scale_number(scale), flag("lse_counts_sink", counts_sink),
+            flag("return_lse", want_lse))
 
 
 def _form(t):  # type: ignore[no-untyped-def]
@@ -289,10 +306,11 @@ def _prepare(  # type: ignore[no-untyped-def]
         if not out.is_contiguous():
             raise UnsupportedError(f"out has strides {out.stride()}", where="out", allowed="a contiguous tensor",
                                    next="leave out=None and copy the result")
+    spans = () if out is None else checks.extents(q, kv, out)
     paged = page_table is not None
     page_size, max_pages = kv.shape[1], page_table.shape[1] if paged else 0
     if 0 in out_shape or 0 in kv.shape or (paged and not max_pages):
-        return _Call(registry.generation, (False, False), out_shape, lse_shape)
+        return _Call(registry.generation, (False, False), out_shape, lse_shape, extents=spans)
     boxes = fits_maps(kv.shape, kv.stride(), kv.element_size())
     if not (boxes or paged):
         raise UnsupportedError(f"kv_cache {tuple(kv.shape)} has strides {kv.stride()}: rows or requests overlap, or "
@@ -312,7 +330,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     values = mla_values(kernel.plan, **call)  # type: ignore[arg-type]
     if rows is not None:
         raise_first(wrong_rows(rows, q, _rows_shape(_schedule_kernel(q.device, batch, num_heads_q, seqlen_q)[1])))
-    return _Call(registry.generation, copies, out_shape, lse_shape, _launcher(kernel, values, q.device))
+    return _Call(registry.generation, copies, out_shape, lse_shape, _launcher(kernel, values, q.device), spans)
 
 
 def _launcher(kernel: Kernel | EmulatedKernel, values: dict[str, Any],

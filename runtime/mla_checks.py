@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashgen.errors import UnsupportedError
 from flashgen.runtime import checks
+from flashgen.runtime.arguments import check_tensor, number, require_tensors
 
 if TYPE_CHECKING:
     from flashgen.runtime.mla import MlaSchedule
@@ -33,22 +34,43 @@ def wrong_sizes(num_heads_q: int, seqlen_q: int) -> Iterator[UnsupportedError]:
                                    next=advice)
 
 
-def wrong_tensors(q: Tensor, kv: Tensor, seqlens: Tensor, page_table: Tensor | None,
-                   sink: Tensor | None) -> Iterator[UnsupportedError]:
-    paged = page_table is not None
-    form = "[num_pages, page_size, head_dim_qk]" if paged else "[batch, seqlen_kv, head_dim_qk]"
+def check_call(q: Tensor, kv: Tensor, sink: Tensor | None) -> None:
+    """What a look at the arguments shows, before anything is memoised."""
+    if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or (sink is not None and sink.requires_grad)):
+        raise UnsupportedError("a gradient is asked for, and a decode has none", where="q, kv_cache, sink",
+                               allowed="inputs without requires_grad", next="call it under torch.no_grad()")
+    if not (q.is_cuda or q.is_cpu):
+        checks.check_device("q", q)
+
+
+def check_types(q: object, kv: object, seqlens: object, page_table: object, sink: object, rows: object,
+                out: object) -> None:
+    """UnsupportedError for what is no tensor, or has no strides; the last four may be None."""
+    require_tensors(False, q=q, kv_cache=kv, seqlens_kv=seqlens)
+    require_tensors(True, page_table=page_table, sink=sink, schedule=rows, out=out)
+
+
+def wrong_queries(q: Tensor, kv: Tensor, sink: Tensor | None) -> Iterator[UnsupportedError]:
+    """What a first look at q and the cache stumbles over. Raises itself for what is no tensor."""
+    require_tensors(False, q=q, kv_cache=kv)
+    require_tensors(True, sink=sink)
     if q.dim() != 4 or q.shape[-1] not in HEAD_DIMS_QK:
         yield UnsupportedError(f"q has shape {tuple(q.shape)}", where="q",
                                allowed="[batch, seqlen_q, num_heads_q, head_dim_qk], head_dim_qk "
                                + " or ".join(map(str, HEAD_DIMS_QK)))
+
+
+def wrong_tensors(q: Tensor, kv: Tensor, seqlens: Tensor, page_table: Tensor | None,
+                   sink: Tensor | None) -> Iterator[UnsupportedError]:
+    paged = page_table is not None
+    form = "[num_pages, page_size, head_dim_qk]" if paged else "[batch, seqlen_kv, head_dim_qk]"
+    yield from wrong_queries(q, kv, sink)
     if kv.dim() not in (3, 4) or (kv.dim() == 4 and kv.shape[2] != 1) or kv.shape[-1] != q.shape[-1]:
         yield UnsupportedError(f"kv_cache has shape {tuple(kv.shape)} beside q's head_dim_qk {q.shape[-1]}",
                                where="kv_cache", allowed=f"{form}, or with a dimension of 1 before the last",
                                next="" if paged else "pages need a page_table")
     for name, t in (("q", q), ("kv_cache", kv)):
-        if t.dtype not in checks.DTYPE_NAMES or t.dtype != q.dtype:
-            yield UnsupportedError(f"{name} has dtype {t.dtype}, q has {q.dtype}", where=name,
-                                   allowed="one dtype for both: " + ", ".join(map(str, checks.DTYPE_NAMES)))
+        checks.check_dtype(name, t, q)
         if t.device != q.device:
             yield UnsupportedError(f"{name} is on {t.device}, q on {q.device}", where=name, allowed="one device")
     yield from wrong_sizes(q.shape[2], q.shape[1])
@@ -68,10 +90,13 @@ def wrong_tensors(q: Tensor, kv: Tensor, seqlens: Tensor, page_table: Tensor | N
     if sink is not None and (sink.dtype != torch.float32 or sink.shape != q.shape[2:3] or sink.device != q.device
                              or not sink.is_contiguous()):
         yield UnsupportedError(f"sink is {sink.dtype} {tuple(sink.shape)} on {sink.device}", where="sink",
-                               allowed=f"contiguous float32 [num_heads_q] = [{q.shape[2]}] on {q.device}")
+                               allowed=f"contiguous float32 [num_heads_q] = [{q.shape[2]}] on {q.device}",
+                               next=f"sink.to({q.device.type!r}, torch.float32).contiguous()"
+                               if sink.shape == q.shape[2:3] else "")
 
 
 def wrong_lengths(seqlens: Tensor, q: Tensor | None) -> Iterator[UnsupportedError]:
+    check_tensor("seqlens_kv", seqlens, "a tensor, [batch] int32")
     yield from _wrong_ints("seqlens_kv", seqlens, 1, "[batch]", q)
     if not seqlens.is_contiguous():
         yield UnsupportedError(f"seqlens_kv has stride {seqlens.stride(0)}", where="seqlens_kv",
@@ -90,7 +115,9 @@ def wrong_schedule(schedule: MlaSchedule, q: Tensor) -> Iterator[UnsupportedErro
     if not hasattr(schedule, "rows"):
         yield UnsupportedError(f"schedule is of type {type(schedule).__name__}", where="schedule",
                                allowed="what flashgen.mla_schedule returns, or None")
-    if q.dim() == 4 and (schedule.batch, schedule.seqlen_q, schedule.num_heads_q) != tuple(q.shape[:3]):
+    sizes = tuple(number(f"schedule.{name}", getattr(schedule, name))
+                  for name in ("batch", "seqlen_q", "num_heads_q"))
+    if q.dim() == 4 and sizes != tuple(q.shape[:3]):
         yield UnsupportedError(f"schedule is for batch {schedule.batch}, seqlen_q {schedule.seqlen_q}, num_heads_q "
                                f"{schedule.num_heads_q}; q has shape {tuple(q.shape)}", where="schedule",
                                allowed="one of the same sizes, and lengths",

@@ -20,16 +20,23 @@ from flashgen.codegen.expr_tree import TensorParam
 from flashgen.codegen.spec_expr import SINK
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
+from flashgen.runtime.arguments import RAW_ERRORS, check_unread, pair, require_tensors, same
 from flashgen.runtime.checks import (
     CAUSAL_CODES,
     DTYPE_NAMES,
+    WINDOW_ALLOWED,
+    causal_code,
     check_call,
     check_head_dims,
     check_options,
     check_out,
     check_prefix_sums,
     check_qkv,
+    check_shared,
+    default_scale,
+    extents,
     is_aligned,
+    read_options,
     strides,
 )
 from flashgen.runtime.counters import CountingLauncher, counters_of
@@ -70,12 +77,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
         causal: True aligns the last query with the last key: query i sees keys j <= i + seqlen_kv - seqlen_q.
             "top_left" aligns query 0 with key 0, as torch's is_causal.
         window: keys (left, right) of the aligned diagonal, which itself always counts; -1 is unbounded.
-        softmax_scale: head_dim_qk ** -0.5 by default; finite and above 0.
+        softmax_scale: head_dim_qk ** -0.5 by default; finite, above 0, and normal in float32, times log2(e) too.
         return_lse: also return the natural log of the sum of exp(scores), fp32: [batch, num_heads_q, seqlen_q] or
             [num_heads_q, total_q].
         cu_seqlens_q, cu_seqlens_kv: [batch + 1] int32 prefix sums of the lengths, on the same device.
         max_seqlen_q, max_seqlen_kv: accepted for callers that have them; the kernels need neither.
-        out: written in place and returned; rows and heads 16-byte aligned.
+        out: written in place and returned; rows and heads 16-byte aligned, no memory that q, k or v lie in.
         spec: a spec file, the name of a shipped one, a Spec, or what flashgen.variant gives, to restrict the choice of
             kernel.
         params: values for the parameters that the spec declares, by name: numbers, and tensors on the device. Other
@@ -88,19 +95,23 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     CompileError and EnvironmentError_ where building or loading fails. There is no backward yet: with grad enabled and
     an input that requires it, the call is refused.
     """
-    check_call(q, k, v, causal, cu_seqlens_q, cu_seqlens_kv)
+    try:
+        check_call(q, k, v, cu_seqlens_q, cu_seqlens_kv)
+        code = CAUSAL_CODES[causal]
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    except RAW_ERRORS:
+        code, scale = causal_code(causal), default_scale(q, k, v, cu_seqlens_q, cu_seqlens_kv, softmax_scale)
+    if type(window) is not tuple or len(window) != 2:
+        window = pair("window", window, WINDOW_ALLOWED)
+    if max_seqlen_q is not None or max_seqlen_kv is not None:
+        check_unread(max_seqlen_q, max_seqlen_kv)
     if FORCE_CPU and q.is_cuda:
         return _on_cpu(q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, return_lse=return_lse,
                        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, out=out, spec=spec, params=params)
-    try:
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    except RuntimeError:  # a nested tensor has no shape
-        refuse_wrapped(q=q)
-        raise
     text, bound = "", None
-    if spec is not None or params:
+    if spec is not None or params is not None:
         text, bound = _bound(spec, params)
-    options = (cu_seqlens_q, cu_seqlens_kv, CAUSAL_CODES[causal], window[0], window[1], scale, text, bound)
+    options = (cu_seqlens_q, cu_seqlens_kv, code, window[0], window[1], scale, text, bound)
     if is_dynamo_compiling() or not _nobody_listens(q, k, v):
         return _dispatch(q, k, v, *options, out, return_lse, softmax_scale is None)
     out, lse = _run(q, k, v, *options, out, return_lse)
@@ -110,6 +121,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 def _bound(spec, params):  # type: ignore[no-untyped-def]
     """(the text that names the spec, the values of its parameters) of a call."""
     if spec is None:
+        if isinstance(params, Mapping) and not params:
+            return "", None
         raise UnsupportedError("params without a spec that declares them", where="params", allowed="spec=... beside it",
                                next="flashgen.variant(score=..., params=...) makes one")
     form = form_of(spec.handle if isinstance(spec, Variant) else handle_of(spec))
@@ -118,11 +131,14 @@ def _bound(spec, params):  # type: ignore[no-untyped-def]
 
 def _dispatch(  # type: ignore[no-untyped-def]
         q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse, is_default_scale):
-    """The call through torch's dispatcher, for whoever wants to see it."""
+    """The call through torch's dispatcher, for whoever wants to see it. Its schemas take plain types alone."""
+    require_tensors(False, q=q, k=k, v=v)
+    require_tensors(True, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, out=out)
+    left, right, scale, want_lse = read_options(left, right, scale, want_lse)
     ints, floats, tensors = bound or ((), (), ())
     ops = ATTENTION
     if not is_dynamo_compiling():
-        refuse_wrapped(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, out=out, **_named(bound))
+        refuse_wrapped(**_named(bound))
     elif not all_static(*floats) or not (is_default_scale or all_static(scale)):
         ops, scale, floats = ATTENTION_DYNAMIC, as_numbers(scale, *floats), ()
     return ops.call((q, k, v, cu_q, cu_kv, causal, left, right, scale, text, ints, floats, tensors), out, want_lse)
@@ -160,8 +176,8 @@ def _nobody_listens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 class _Call:
     """All that one combination of shapes, strides and options fixes: copies to make, what to allocate, the launch."""
 
-    __slots__ = ("copies", "generation", "launcher", "lse_shape", "out_like_q", "out_shape", "sink", "takes_lse",
-                 "users")
+    __slots__ = ("copies", "extents", "generation", "launcher", "lse_shape", "out_like_q", "out_shape", "sink",
+                 "takes_lse", "users")
 
     def __init__(self, copies: tuple[bool, ...] | None, out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
                  launcher: Launcher | CountingLauncher | EmulatedLauncher | None, out_like_q: bool = False,
@@ -170,6 +186,7 @@ class _Call:
         self.users, self.sink = users, sink
         self.copies, self.out_shape, self.lse_shape, self.launcher = copies, out_shape, lse_shape, launcher
         self.out_like_q, self.takes_lse = out_like_q, takes_lse
+        self.extents: tuple[int, ...] = ()  # bytes of q, k, v and the caller's out
         self.generation = registry.generation
 
 
@@ -188,33 +205,43 @@ _current_stream = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda
 def _run(  # type: ignore[no-untyped-def]
         q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse):
     """(out, lse or None). `out` None: allocated here."""
+    call = key = wrong = None
     try:
         q_pointer, k_pointer, v_pointer, device_index = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
         if not (q.dtype is k.dtype is v.dtype and device_index == k.get_device() == v.get_device()):
             check_qkv(q, k, v, cu_q, cu_kv)  # raises: the key below speaks of q's alone
+        begin = 0 if out is None else out.data_ptr()
         key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, device_index, q_pointer & 15,
                k_pointer & 15, v_pointer & 15, causal, left, right, scale, text, want_lse,
-               None if out is None else (out.shape, out.stride(), out.dtype, out.get_device(), out.data_ptr() & 15),
+               None if out is None else (out.shape, out.stride(), out.dtype, out.get_device(), begin & 15),
                None if cu_q is None else (cu_q.shape, cu_q.stride(), cu_q.dtype, cu_q.get_device(),
                                           cu_kv.shape, cu_kv.stride(), cu_kv.dtype, cu_kv.get_device()),
                None if bound is None else _bound_key(*bound))
-    except RuntimeError:  # sparse and nested tensors have no such things
-        refuse_wrapped(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, out=out, **_named(bound))
-        raise
-    calls = _memo.calls
-    call = calls.get(key)
+        call = _memo.calls.get(key)
+    except RAW_ERRORS as error:  # an argument that makes no key, such as a list or a sparse tensor
+        wrong = error
     if call is None or call.generation != registry.generation:
+        check_qkv(q, k, v, cu_q, cu_kv)
+        require_tensors(True, out=out, **_named(bound))
+        found = read_options(left, right, scale, want_lse)
+        if not same(found, (left, right, scale, want_lse)):
+            return _run(q, k, v, cu_q, cu_kv, causal, *found[:3], text, bound, out, found[3])
+        if wrong is not None:
+            raise wrong
         call = _prepare(q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse)
-        if device_index >= 0:  # an emulated launch takes so long that preparing it anew costs nothing
-            if len(calls) >= MEMO_LIMIT:
-                calls.clear()
-            calls[key] = call
+        _keep(key, call, q, k, v, out)
     if call.copies is not None:
         q, k, v = (t.clone(memory_format=torch.contiguous_format) if copy else t
                    for t, copy in zip((q, k, v), call.copies, strict=True))
         return _run(q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse)
     if out is None:
         out = torch.empty_like(q) if call.out_like_q else q.new_empty(call.out_shape)  # the first is faster
+    else:
+        q_bytes, k_bytes, v_bytes, out_bytes = call.extents
+        end = begin + out_bytes
+        if (begin - q_bytes < q_pointer < end or begin - k_bytes < k_pointer < end
+                or begin - v_bytes < v_pointer < end):
+            check_shared(out, q=q, k=k, v=v)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if want_lse else None
     if call.launcher is None:  # no key to look at, or no query
         out.zero_()
@@ -245,6 +272,15 @@ def _bound_key(ints, floats, tensors):  # type: ignore[no-untyped-def]
     return ints, floats and str(floats), tuple((t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors)
 
 
+def _keep(key, call, q, k, v, out):  # type: ignore[no-untyped-def]
+    """Memoises a call. An emulated launch takes so long that preparing it anew costs nothing."""
+    call.extents = () if out is None else extents(q, k, v, out)
+    if q.is_cuda:
+        if len(_memo.calls) >= MEMO_LIMIT:
+            _memo.calls.clear()
+        _memo.calls[key] = call
+
+
 def _more_pointers(takes_lse, out, lse, cu_q, cu_kv):  # type: ignore[no-untyped-def]
     """What follows q, k and v among a plan's pointers, but for what a CountingLauncher adds."""
     pointers = [out.data_ptr()]
@@ -259,7 +295,6 @@ def _prepare(  # type: ignore[no-untyped-def]
         q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse) -> _Call:
     """Checks everything about a call that its shapes, strides and options decide, and finds its kernel."""
     varlen = cu_q is not None
-    check_qkv(q, k, v, cu_q, cu_kv)
     if varlen and q.is_cpu:
         check_prefix_sums(cu_q, cu_kv, q.shape[0], k.shape[0])
     check_options(left, right, scale)
@@ -293,7 +328,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     if 0 in out_shape or (batch == 0 and declared):
         return _Call(None, out_shape, lse_shape, None, sink=sink)
     axes = ("row", "head") if varlen else ("batch", "row", "head")
-    row_layout = out if out is not None else _Contiguous(out_shape)
+    row_layout = out if out is not None else q.new_empty(out_shape, device="meta")
     by_name = {f"{name}_{axis}_stride": stride for name, t in (("q", q), ("k", k), ("v", v), ("out", row_layout))
                for axis, stride in zip(axes, strides(t), strict=True)}
     call = dict(batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
@@ -328,16 +363,3 @@ def _launcher(kernel: Kernel | EmulatedKernel, values: dict[str, Any],
         return launcher
     floats = values["partials_floats"] if splits_keys(kernel.plan) else None
     return CountingLauncher(launcher, counters_of(device.index, values["counter_words"]), floats, device)
-
-
-class _Contiguous:
-    """Shape and strides of a tensor that is yet to be allocated."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-
-    def stride(self) -> tuple[int, ...]:
-        strides = [1]
-        for size in reversed(self.shape[1:]):
-            strides.insert(0, strides[0] * size)
-        return tuple(strides)

@@ -13,6 +13,7 @@ import torch
 from flashgen.codegen.expr_params import as_scalar
 from flashgen.codegen.expr_tree import INT_MAX, INT_MIN, Param, ScalarParam, TensorParam
 from flashgen.errors import SpecError, UnsupportedError
+from flashgen.runtime.arguments import number, shown
 from flashgen.runtime.handles import Form, signature, title
 from flashgen.runtime.wrapped import refuse_wrapped
 
@@ -26,9 +27,11 @@ def bind(form: Form, params: Mapping[str, Any] | None) -> Bound | None:
 
     Raises UnsupportedError for a value that is missing, unknown or of another type.
     """
-    if not form.params and not params:
+    if not form.params and (params is None or (type(params) is dict and not params)):
         return None
     values = {} if params is None else params
+    if type(values) is not dict and not isinstance(values, Mapping):
+        raise UnsupportedError(f"params is {shown(params)}", where="params", allowed="a mapping of names to values")
     for name in values:
         if name not in form.unread and name not in [param[0] for param in form.params]:
             raise _unknown(form, name)
@@ -37,7 +40,7 @@ def bind(form: Form, params: Mapping[str, Any] | None) -> Bound | None:
         value = values.get(name)
         if kind == "tensor":
             if not isinstance(value, torch.Tensor):
-                raise UnsupportedError(f"{name} is {'missing' if value is None else type(value).__name__}",
+                raise UnsupportedError(f"{name} is {'missing' if value is None else shown(value)}",
                                        where=f"params[{name!r}]", allowed=f"a tensor, as {title(form.handle)} says")
             if value.requires_grad and torch.is_grad_enabled():
                 raise UnsupportedError(f"a gradient of {name} is asked for, and flashgen has no backward kernel yet",
@@ -70,7 +73,8 @@ def _scalar(name: str, kind: str, value: object) -> int | float | bool:
         raise UnsupportedError(f"{name} is missing", where=f"params[{name!r}]", allowed=f"a value: {name}, of type "
                                f"{kind}, has no default")
     try:
-        return as_scalar(kind, value, f"params[{name!r}]")
+        where = f"params[{name!r}]"
+        return as_scalar(kind, number(where, value, f"{name}: {kind}"), where)
     except SpecError as error:
         raise UnsupportedError(error.what, where=error.where, allowed=error.allowed) from None
 
@@ -108,7 +112,8 @@ def check_tensors(declared: Sequence[Param], tensors: Sequence[torch.Tensor], de
             continue  # of another layout: no variant that serves the call reads it
         if tuple(tensor.shape) != shape or tensor.dtype is not DTYPES[param.dtype]:
             raise UnsupportedError(f"{param.name} is {tensor.dtype} {tuple(tensor.shape)}", where=where,
-                                   allowed=f"{DTYPES[param.dtype]} {shape}, as {param} says")
+                                   allowed=f"{DTYPES[param.dtype]} {shape}, as {param} says",
+                                   next=f"{where}.to({DTYPES[param.dtype]})" if tuple(tensor.shape) == shape else "")
         if tensor.device != device:
             raise UnsupportedError(f"{param.name} is on {tensor.device}, q on {device}", where=where,
                                    allowed="one device", next=f"params[{param.name!r}].to(q.device)")

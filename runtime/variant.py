@@ -50,6 +50,11 @@ def as_json(fields: Mapping[str, Any]) -> str:
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), default=dict)
 
 
+def _is(value: object, text: str) -> bool:
+    """Whether it is the text. Objects of other types are not asked: they may have no answer."""
+    return isinstance(value, str) and value == text
+
+
 def variant(score: str = "none", mask: str = "none", *, params: Mapping[str, Any] | None = None, sink: str = "none",
             normalize: str = "softmax", align: str = "bottom_right", name: str = "variant", **fields: Any) -> Variant:
     """A variant of attention for `flashgen.attention(..., spec=variant, params=values)`.
@@ -68,9 +73,9 @@ def variant(score: str = "none", mask: str = "none", *, params: Mapping[str, Any
 
     Raises SpecError, with the column, for an expression that is none. Nothing is compiled before the first call.
     """
-    given = {"name": name, "score": score, "mask": mask, "params": params or {}, "sink": sink, "normalize": normalize,
-             "align": align, **({"lse": False} if normalize == "none" else {}), **fields}
-    model = _MODEL | ({"arch": "sm_90a"} if fields.get("family") == "fa3" else {}) | given
+    given = {"name": name, "score": score, "mask": mask, "params": {} if params is None else params, "sink": sink,
+             "normalize": normalize, "align": align, **({"lse": False} if _is(normalize, "none") else {}), **fields}
+    model = _MODEL | ({"arch": "sm_90a"} if _is(fields.get("family"), "fa3") else {}) | given
     layouts = [fields["kv_layout"]] if "kv_layout" in fields else ["dense", "varlen"]
     errors: list[SpecError] = []
     for layout in layouts:

@@ -356,7 +356,7 @@ def test_a_file_gives_its_most_ordinary_variant() -> None:
 
 
 @pytest.mark.parametrize(("problem", "what"), [
-    ({"seqlen": 5}, "nearest: seqlen_"), ({"batch": 0}, "batch is 0"), ({"batch": True}, "batch is True"),
+    ({"seqlen": 5}, "nearest: seqlen_"), ({"batch": 0}, "batch is 0"), ({"batch": True}, "batch is true"),
     ({"batch": 2.0}, "batch is 2.0"), ({"num_heads_q": 3, "num_heads_kv": 2}, "multiple"),
     ({"window": (1, 2)}, "has none"), ({"window": (1,)}, "two counts"), ({"window": (-2, 0)}, "two counts"),
     ({"window": "ab"}, "two counts"),

@@ -250,7 +250,7 @@ def test_refusals_name_the_argument_and_what_is_allowed(stage: Stage) -> None:
         (x.with_(q=x.q[..., :192]), {}, "q", "512 or 576"),
         (x.with_(kv_cache=x.kv_cache[..., :512]), {}, "kv_cache", "[num_pages, page_size, head_dim_qk]"),
         (x.with_(kv_cache=x.kv_cache[:, :, None].expand(-1, -1, 2, -1)), {}, "kv_cache", "dimension of 1"),
-        (x.with_(kv_cache=x.kv_cache.half()), {}, "kv_cache", "one dtype for both: torch.bfloat16, torch.float16"),
+        (x.with_(kv_cache=x.kv_cache.half()), {}, "kv_cache", "one dtype for all: torch.bfloat16, torch.float16"),
         (x.with_(q=x.q.float(), kv_cache=x.kv_cache.float()), {}, "q", "torch.bfloat16"),
         (x.with_(q=x.q.repeat(1, 1, 33, 1)), {}, "num_heads_q", "1 to 128"),
         (x.with_(q=x.q.repeat(1, 5, 1, 1)), {}, "seqlen_q", "1 to 8"),

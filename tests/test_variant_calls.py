@@ -109,7 +109,7 @@ def test_values_that_do_not_fit() -> None:
             (None, "'gain'", "missing"), ({"gain": 1.0}, "'slope'", "missing"), ({"gain": True}, "'gain'", "True"),
             ({"gain": 1.0, "slope": slope, "slop": 1}, "'slop'", "no parameter"),
             ({"gain": "1", "slope": slope}, "'gain'", "1"), ({"gain": float("nan"), "slope": slope}, "'gain'", "nan"),
-            ({"gain": 1.0, "slope": 2.0}, "'slope'", "float"),
+            ({"gain": 1.0, "slope": 2.0}, "'slope'", "2.0"),
             ({"gain": 1.0, "slope": slope.half()}, "'slope'", "float16"),
             ({"gain": 1.0, "slope": torch.zeros(3)}, "'slope'", "(3,)"),
             ({"gain": 1.0, "slope": torch.zeros(4)[::2]}, "'slope'", "strides"),

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from flashgen.errors import UnsupportedError
+from flashgen.runtime.arguments import flag, require_tensors
 from flashgen.runtime.mla import MlaSchedule, mla_decode, mla_schedule
 
 
@@ -78,11 +79,14 @@ def flash_mla_with_kvcache(
     for problem in _problems(q, k_cache, block_table, cache_seqlens, meta, num_splits, is_fp8_kvcache, sparse):
         raise problem
     assert cache_seqlens is not None
+    causal = flag("causal", causal)
     config = FlashMLASchedMeta.Config(q.shape[0], q.shape[1], q.shape[2], k_cache.shape[1], k_cache.shape[2], causal,
-                                      is_fp8_kvcache, None, None, None)
+                                      False, None, None, None)
     if meta.have_initialized:
         _check_config(meta.config, config)
-        assert meta.tile_scheduler_metadata is not None
+        if not isinstance(meta.tile_scheduler_metadata, Tensor):
+            raise MetadataError("the metadata says that a call has filled it, and holds no schedule",
+                                where="tile_scheduler_metadata", allowed="the first result of get_mla_metadata()")
         schedule = MlaSchedule(meta.tile_scheduler_metadata, config.b, config.h_q, config.s_q)
     else:
         schedule = mla_schedule(cache_seqlens, config.h_q, config.s_q)
@@ -95,14 +99,14 @@ def flash_mla_with_kvcache(
 
 
 def _problems(q: Tensor, k_cache: Tensor, block_table: Tensor | None, cache_seqlens: Tensor | None, meta: object,
-              num_splits: object, is_fp8: bool, sparse: dict[str, Tensor | None]) -> Iterator[UnsupportedError]:
+              num_splits: object, is_fp8: object, sparse: dict[str, Tensor | None]) -> Iterator[UnsupportedError]:
     if not isinstance(meta, FlashMLASchedMeta):
         yield MetadataError(f"tile_scheduler_metadata is of type {type(meta).__name__}",
                             where="tile_scheduler_metadata", allowed="the first result of get_mla_metadata()")
     if num_splits is not None:
         yield MetadataError(f"num_splits is of type {type(num_splits).__name__}", where="num_splits", allowed="None",
                             nearest="the second result of get_mla_metadata()")
-    if is_fp8:
+    if flag("is_fp8_kvcache", is_fp8):
         yield UnsupportedError("an fp8 cache", where="is_fp8_kvcache", allowed="False: bf16 and fp16 caches")
     for name, value in sparse.items():
         if value is not None:
@@ -111,6 +115,7 @@ def _problems(q: Tensor, k_cache: Tensor, block_table: Tensor | None, cache_seql
         if value is None:
             yield MetadataError(f"{name} is None", where=name, allowed="a tensor, which dense decoding needs",
                                 next="flashgen.mla_decode takes a cache without pages" if name == "block_table" else "")
+    require_tensors(False, q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
     if q.dim() != 4 or k_cache.dim() != 4:
         yield UnsupportedError(f"q has shape {tuple(q.shape)}, k_cache {tuple(k_cache.shape)}", where="q, k_cache",
                                allowed="[batch, seqlen_q, num_heads_q, head_dim] and "
