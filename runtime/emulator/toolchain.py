@@ -25,7 +25,7 @@ HOST = HERE / "host"
 DRAWER = "flashgen/ptx/"
 COMPILERS = ("g++", "clang++")
 COMMON = ("-std=c++17", "-fPIC")
-RUNTIME_FLAGS = (*COMMON, "-O2")
+RUNTIME_FLAGS = (*COMMON, "-O3", "-ffp-contract=off")
 # -O1: at -O2 the compiler merges loads, and the hooks see less; the kernel runs no faster.
 KERNEL_FLAGS = (*COMMON, "-O1", "-g1", "-fno-math-errno", "-ffp-contract=off", "-w", "-fsanitize=thread")
 OWN_FLAGS = {"g++": ("--param", "tsan-instrument-func-entry-exit=0", "-fno-gnu-unique", "-Wno-psabi"),

@@ -3,18 +3,29 @@
 #include <algorithm>
 #include <deque>
 
+#include "wide.h"
+
 namespace emu {
 
 namespace {
 
+// Half of a launch's time went into these two loops, so they use the widest registers that the processor has.
+WIDE void raise(Clock* mine, const Clock* other, size_t count) {
+  for (size_t i = 0; i < count; ++i) mine[i] = std::max(mine[i], other[i]);
+}
+
+WIDE void lower(Clock* mine, const Clock* other, size_t count) {
+  for (size_t i = 0; i < count; ++i) mine[i] = std::min(mine[i], other[i]);
+}
+
 void raise(VectorClock::Moments& mine, const VectorClock::Moments& other) {
   if (mine.size() < other.size()) mine.resize(other.size());
-  for (size_t i = 0; i < other.size(); ++i) mine[i] = std::max(mine[i], other[i]);
+  raise(mine.data(), other.data(), other.size());
 }
 
 void lower(VectorClock::Moments& mine, const VectorClock::Moments& other) {
   mine.resize(std::min(mine.size(), other.size()));
-  for (size_t i = 0; i < mine.size(); ++i) mine[i] = std::min(mine[i], other[i]);
+  lower(mine.data(), other.data(), mine.size());
 }
 
 }  // namespace

@@ -159,7 +159,16 @@ void check_descriptor(const Fiber& fiber, uint64_t descriptor) {
   if (descriptor >> 49 & 7) fail(fiber, "argument", {}, "wgmma descriptor 0x%llx: its base offset is not 0", text);
 }
 
-void issue(Fiber& fiber, Product&& fresh, float* d, const uint32_t* fragments) {
+// `clock`, empty at first, becomes what it and `other` have both seen.
+void meet(VectorClock& clock, const VectorClock& other) {
+  if (clock.seen.empty()) {
+    clock = other;
+  } else {
+    clock.meet(other);
+  }
+}
+
+void issue(Fiber& fiber, Issue fresh, float* d, const uint32_t* fragments) {
   maybe_yield(fiber);
   Warpgroup& warpgroup = warpgroup_of(fiber);
   const int lane = fiber.thread - warpgroup.first_thread;
@@ -169,7 +178,7 @@ void issue(Fiber& fiber, Product&& fresh, float* d, const uint32_t* fragments) {
   fresh.pc = fiber.pc;
   const uint64_t index = fiber.products++ - warpgroup.base;
   if (index == warpgroup.products.size()) {
-    warpgroup.products.push_back(std::make_unique<Product>(std::move(fresh)));
+    warpgroup.products.push_back(std::make_unique<Product>(fresh));
   } else if (!warpgroup.products[index]->same_as(fresh)) {
     fail(fiber, "collective", {}, "threads of a warpgroup issue different wgmmas");
   }
@@ -184,16 +193,11 @@ void issue(Fiber& fiber, Product&& fresh, float* d, const uint32_t* fragments) {
     own(fiber, range, true);
   }
   take_accumulator(fiber, warpgroup, product, d);
-  for (VectorClock* clock : {&product.warps[lane / WARP_SIZE], &product.all}) {
-    if (clock->seen.empty()) {
-      *clock = fiber.clock;
-    } else {
-      clock->meet(fiber.clock);
-    }
-  }
+  meet(product.warps[lane / WARP_SIZE], fiber.clock);
   fiber.release();
   product.time = std::max(product.time, fiber.warp->time + fiber.warp->thought);
   if (++product.issued_by < WARPGROUP_SIZE) return;
+  for (const VectorClock& warp : product.warps) meet(product.all, warp);
   if (machine.trace.follows(*fiber.cta)) {
     product.time = machine.trace.product(product.time, product.pc, FLOP_PER_COLUMN * product.n);
   }
@@ -202,8 +206,8 @@ void issue(Fiber& fiber, Product&& fresh, float* d, const uint32_t* fragments) {
 }
 
 // What a product has whichever way its A operand comes.
-Product product_with(Type type, int n, uint64_t b, bool b_mn_major, int scale_d) {
-  Product product;
+Issue product_with(Type type, int n, uint64_t b, bool b_mn_major, int scale_d) {
+  Issue product;
   product.type = type;
   product.n = n;
   product.b = b;
@@ -245,17 +249,17 @@ void check_products_at_exit(Fiber& fiber) {
 
 void wgmma_ss(Type type, int n, float* d, uint64_t a, bool a_mn_major, uint64_t b, bool b_mn_major, int scale_d) {
   Fiber& fiber = enter(__builtin_return_address(0));
-  Product product = product_with(type, n, b, b_mn_major, scale_d);
+  Issue product = product_with(type, n, b, b_mn_major, scale_d);
   product.a = a;
   product.a_mn_major = a_mn_major;
-  issue(fiber, std::move(product), d, nullptr);
+  issue(fiber, product, d, nullptr);
 }
 
 void wgmma_rs(Type type, int n, float* d, const uint32_t* a, uint64_t b, bool b_mn_major, int scale_d) {
   Fiber& fiber = enter(__builtin_return_address(0));
-  Product product = product_with(type, n, b, b_mn_major, scale_d);
+  Issue product = product_with(type, n, b, b_mn_major, scale_d);
   product.a_in_registers = true;
-  issue(fiber, std::move(product), d, a);
+  issue(fiber, product, d, a);
 }
 
 void wgmma_fence(const void* registers, unsigned long bytes) {

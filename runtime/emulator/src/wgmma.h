@@ -13,24 +13,31 @@ struct Accumulator {
   uint64_t last_group = 0;
 };
 
-struct Product {
+// What all threads of the warpgroup have to say alike when they issue a product.
+struct Issue {
   Type type{};
   int n = 0;
   bool a_in_registers = false, a_mn_major = false, b_mn_major = false, adds = false;
   uint64_t a = 0, b = 0, group = 0;
+  uint32_t pc = 0;  // may differ: the place of the first thread stands for all
+
+  bool same_as(const Issue& o) const {
+    return type == o.type && n == o.n && a_in_registers == o.a_in_registers && a_mn_major == o.a_mn_major &&
+           b_mn_major == o.b_mn_major && adds == o.adds && a == o.a && b == o.b && group == o.group;
+  }
+};
+
+struct Product : Issue {
+  explicit Product(const Issue& issue) : Issue(issue) {}
+
   std::shared_ptr<Accumulator> accumulator;
   uint32_t fragments[WARPGROUP_SIZE][4] = {};
   int issued_by = 0, collected_by = 0;
   bool done = false;
-  VectorClock all, warps[4];  // what all threads have seen, and all threads of each warp
+  VectorClock warps[4];  // what all threads of each warp have seen
+  VectorClock all;       // and all threads, once all have issued it
   Clock moment = 0;
-  uint32_t pc = 0;
   double time = 0;  // traced: of its issue, then of its end
-
-  bool same_as(const Product& o) const {
-    return type == o.type && n == o.n && a_in_registers == o.a_in_registers && a_mn_major == o.a_mn_major &&
-           b_mn_major == o.b_mn_major && adds == o.adds && a == o.a && b == o.b && group == o.group;
-  }
 };
 
 struct Warpgroup {

@@ -4,12 +4,13 @@
 #include "memory.h"
 #include "numbers.h"
 #include "wgmma.h"
+#include "wide.h"
 
 namespace emu {
 
 namespace {
 
-constexpr int M = 64;
+constexpr int M = 64, MAX_N = 256;
 constexpr int K_BYTES = 32;
 constexpr int CHUNK = 16;
 
@@ -91,12 +92,29 @@ void load_fragments(const Product& product, float* a, int depth) {
   }
 }
 
+// d = a * b^T of rows of `depth` elements. Each sum begins with 0 and runs in order of k; columns run side by side.
+WIDE void multiply(const float* a, const float* b, float* d, int n, int depth) {
+  static float columns[K_BYTES * MAX_N];
+  for (int j = 0; j < n; ++j) {
+    for (int k = 0; k < depth; ++k) columns[k * n + j] = b[j * depth + k];
+  }
+  for (int i = 0; i < M; ++i) {
+    float* const sums = d + i * n;
+    for (int j = 0; j < n; ++j) sums[j] = 0.0f;
+    for (int k = 0; k < depth; ++k) {
+      const float factor = a[i * depth + k];
+      const float* const column = columns + k * n;
+      for (int j = 0; j < n; ++j) sums[j] += factor * column[j];
+    }
+  }
+}
+
 }  // namespace
 
 void execute_product(Warpgroup& warpgroup) {
   Product& product = *warpgroup.products[warpgroup.executed - warpgroup.base];
   const int n = product.n, depth = K_BYTES / element_bytes(product.type);
-  static float a[M * K_BYTES], b[256 * K_BYTES], d[M * 256];
+  static float a[M * K_BYTES], b[MAX_N * K_BYTES], d[M * MAX_N];
   if (product.a_in_registers) {
     load_fragments(product, a, depth);
   } else {
@@ -104,13 +122,7 @@ void execute_product(Warpgroup& warpgroup) {
     for (int warp = 0; warp < 4; ++warp) operand.load(a, depth, 16, 16 * warp, product.warps[warp]);
   }
   Operand(warpgroup, product, product.b, product.b_mn_major).load(b, depth, n, 0, product.all);
-  for (int j = 0; j < n; ++j) {
-    for (int i = 0; i < M; ++i) {
-      float sum = 0.0f;
-      for (int k = 0; k < depth; ++k) sum += a[i * depth + k] * b[j * depth + k];
-      d[i * n + j] = sum;
-    }
-  }
+  multiply(a, b, d, n, depth);
   for (int t = 0; t < WARPGROUP_SIZE; ++t) {
     float* const values = &product.accumulator->values[t * n / 2];
     for (int i = 0; i < n / 2; ++i) {
