@@ -278,17 +278,15 @@ def test_without_locks_a_race_still_publishes_one_entry(tmp_path: Path, monkeypa
 
 
 def test_a_builder_killed_with_the_lock_does_not_hold_up_the_next(tmp_path: Path) -> None:
-    code = ("import sys, time\nfrom flashgen.runtime import cache\nfrom tiny import tiny\n"
-            "def stuck(*args, **keywords):\n    print('holding', flush=True); time.sleep(60)\n"
+    code = ("import signal, sys\nfrom flashgen.runtime import cache\nfrom tiny import tiny\n"
+            "def stuck(*args, **keywords):\n    print('holding', flush=True); signal.pause()\n"
             "cache.compile_source = stuck\ncache.Cache(sys.argv[1]).get_or_build(*tiny())")
     holder = python(code, tmp_path)
     assert holder.stdout is not None and holder.stdout.readline().strip() == "holding"
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
-    start = time.monotonic()
-    with no_warning():
+    with no_warning():  # which a wait for the lock ends in
         assert Cache(tmp_path).get_or_build(*tiny()).path is not None
-    assert time.monotonic() - start < 5
 
 
 def test_a_builder_that_hangs_with_the_lock_is_not_waited_for_for_ever(

@@ -1,13 +1,13 @@
-"""`flashgen check` and `flashgen new`: answers, tile counts against brute force, refusals, and time."""
+"""`flashgen check` and `flashgen new`: answers, tile counts against brute force, refusals, and how much work it is."""
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from counted import python_calls
 from typer.testing import CliRunner
 
 from flashgen.cli.app import app
@@ -35,10 +35,11 @@ def run_json(*arguments: str, exit_code: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("name", VARIANTS + SHIPPED)
-def test_every_shipped_spec_is_shown_within_a_second(name: str) -> None:
-    start = time.process_time()
-    text = run("check", name, "--seqlen-q", "8192").stdout
-    assert time.process_time() - start < 1.0
+def test_every_shipped_spec_is_shown_with_little_work(name: str) -> None:
+    """A second is the target; tiles that are all alike must not be looked at one by one."""
+    shown: list[str] = []
+    assert python_calls(lambda: shown.append(run("check", name, "--seqlen-q", "8192").stdout)) < 3_000_000
+    (text,) = shown
     assert "visited:" in text
     for param in load_specs(spec_path(name)).specs[-1].expressions.params:
         assert str(param) in text

@@ -110,7 +110,7 @@ def test_nearest_name_and_function() -> None:
         assert caught.value.nearest == nearest
 
 
-@settings(max_examples=300, deadline=1000)
+@settings(max_examples=300, deadline=None)
 @given(st.text(max_size=80) | st.text(alphabet="score+-*/%()[],. 0123456789<>=!ifelsandotx_", max_size=80)
        | st.lists(st.sampled_from(WORDS), max_size=40).map("".join),
        st.sampled_from(["score", "mask"]))
