@@ -1,6 +1,9 @@
 // The CUDA language for a C++ compiler. Included before the kernel's text.
 #pragma once
+// The C header alone: libstdc++'s own <math.h> brings all of <cmath>, which took a third of a kernel's compilation.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS 1
 #include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 
 #include "emu.h"
 
