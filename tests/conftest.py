@@ -11,12 +11,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 import torch
 from kit import attention_by_reference
 from mla_kit import mla_by_reference
+from sampling import ROTATION
 
 import flashgen
 
@@ -32,8 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "time_limit(seconds): of a GPU test, in place of the default")
-    if hasattr(config, "workerinput"):
-        torch.set_num_threads(1)  # the workers share the cores already
+    torch.set_num_threads(1)  # workers share the cores already, and on a busy machine threads wait for each other
     config.stash[_on_cpu] = config.getoption("--on-cpu")
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():  # a hang's traceback must be seen
@@ -48,6 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         if "cuda" in getattr(item, "fixturenames", ()) or not config.stash[_on_cpu]:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
+    if exitstatus:
+        terminalreporter.write_line(f"Samples of this run are repeated with TEST_ROTATION={ROTATION}.")
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from drawer_case import Arrays, Case
+from sampling import ROTATION, in_turn
 
 from flashgen.codegen.lower import lower
 from flashgen.codegen.plan import Launch, Param, Plan, Region, Role
@@ -27,11 +28,12 @@ from flashgen.runtime.edges import emulated_problems, tile_shape
 from flashgen.runtime.emulator.client import TensorMapPlace
 from flashgen.runtime.emulator.kernel import Argument, EmulatedKernel, LaunchShape, Statistics, launch
 from flashgen.runtime.emulator.report import KernelFault
-from flashgen.runtime.emulator.schedule import Schedule, scheduled
+from flashgen.runtime.emulator.schedule import POLICIES, Schedule, scheduled
 from flashgen.runtime.emulator.toolchain import compile_kernel
 from flashgen.runtime.problem import Inputs, Problem
-from flashgen.runtime.subject import run_poisoned
+from flashgen.runtime.subject import Subject, run_poisoned
 from flashgen.runtime.values import is_persistent
+from flashgen.runtime.verify import verify_spec
 
 
 def distinct_plans(family: str) -> list[tuple[Spec, Plan]]:
@@ -82,11 +84,20 @@ def solve(spec: Spec, inputs: Inputs, schedule: Schedule, label: str = "") -> to
     return out
 
 
-@contextmanager
-def replaced(spec: Spec, source: Source) -> Iterator[None]:
-    """flashgen.attention runs `source` in place of the kernel rendered for `spec`."""
-    kernel = EmulatedKernel(lower(spec), source)
+def failures_in_turn(spec: Spec, number: int, problems: Sequence[Problem]) -> list[str]:
+    """What `verify_spec` objects to, "" left out: each problem under one policy, another for the next problem, kernel
+    (`number`) and commit; in a soak run under all of them, whose bits must agree."""
+    failures: list[str] = []
+    for i, problem in enumerate(problems):
+        schedules = [Schedule(policy, ROTATION % 2**16) for policy in in_turn(POLICIES, number + i)]
+        with mock.patch.object(Subject, "schedules", lambda _, found=schedules: [scheduled(each) for each in found]):
+            failures += [row.message for row in verify_spec([spec], problems=[problem], emulate=True) if not row.ok]
+    return failures
 
+
+@contextmanager
+def replaced(kernel: EmulatedKernel) -> Iterator[None]:
+    """flashgen.attention runs `kernel` whatever spec it is called for."""
     def forget() -> None:
         lookup.registry._kernels.clear()
         lookup.registry.generation += 1
@@ -110,7 +121,7 @@ def changed(source: Source, file: str, change: Callable[[str], str]) -> Source:
 
 def caught(spec: Spec, source: Source, schedules: list[Schedule]) -> str:
     """How the emulator or the reference objects to a kernel, "" if neither does."""
-    with replaced(spec, source):
+    with replaced(EmulatedKernel(lower(spec), source)):
         for schedule in schedules:
             for problem in problems_of(spec):
                 for inputs in (problem.make_inputs(), with_nans_in_v(problem.make_inputs())):

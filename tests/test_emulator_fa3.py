@@ -1,20 +1,21 @@
-"""Every shipped FA3 kernel on the emulator: right under every policy and on grids of any size, and without a fault.
+"""Every shipped FA3 kernel on the emulator: right on grids of any size, and without a fault. Policies
+take turns: sampling.py.
 
 tests/test_emulator_fa3_faults.py is its other half: what is taken out of these kernels is missed.
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from emulator_kit import distinct_plans, problems_of, shipped, solve, with_nans_in_v
+from emulator_kit import distinct_plans, failures_in_turn, problems_of, shipped, solve, with_nans_in_v
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import tiles_of_warpgroups
+from sampling import SOAK_RUNS, in_turn
 from strategies import problems
 
 from flashgen.codegen.lower import lower
@@ -28,10 +29,9 @@ from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule
 from flashgen.runtime.problem import Problem
 from flashgen.runtime.subject import Subject
-from flashgen.runtime.verify import alone_and_in_company, future_keys, head_major, spread, strided, verify_spec
+from flashgen.runtime.verify import alone_and_in_company, future_keys, head_major, spread, strided
 
 PLANS = distinct_plans("fa3")
-SOAK_RUNS = int(os.environ.get("EMULATOR_SOAK_RUNS", "0"))  # as in test_emulator_fa2.py
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +65,8 @@ def test_the_plans_cover_the_families_of_kernels() -> None:
         assert {f[flag] for f in flags} == {False, True}, flag
 
 
-@pytest.mark.parametrize("spec, plan", PLANS, ids=[plan.kernel_name for _, plan in PLANS])
-def test_every_kernel(spec: Spec, plan: Plan) -> None:
+@pytest.mark.parametrize("number, spec", enumerate(spec for spec, _ in PLANS), ids=[p.kernel_name for _, p in PLANS])
+def test_every_kernel(number: int, spec: Spec) -> None:
     """fp16 kernels differ from bf16 ones in the types of instructions, so one problem does for them; of a window
     kernel's masks a problem each, in turn."""
     chosen = problems_of(spec)
@@ -74,8 +74,8 @@ def test_every_kernel(spec: Spec, plan: Plan) -> None:
         chosen = [p for i, p in enumerate(chosen) if i % 4 == i // 4 % 4] if spec.kv_layout == "dense" else chosen[::2]
     if spec.dtype == "fp16":
         chosen = chosen[:1]
-    failures = [row for row in verify_spec([spec], problems=chosen, emulate=True) if not row.ok]
-    assert not failures, "\n\n".join(row.message for row in failures[:3])
+    failures = failures_in_turn(spec, number, chosen)
+    assert not failures, "\n\n".join(failures[:3])
 
 
 @pytest.mark.parametrize("spec, plan", [(s, p) for s, p in PLANS if s.dtype == "bf16" and p.constant("WARPGROUPS") > 1],
@@ -176,7 +176,7 @@ def test_grids_of_any_size(variant: str, sms: int) -> None:
     lengths = ((300, 5, 140), (170, 260, 40)) if variant == "varlen" else (300, 290)
     problem = problem_of(spec, *lengths, (4, 2), 3 if variant == "varlen" else 1, window=window)  # type: ignore[arg-type]
     with emulated_sms(sms):
-        for policy in POLICIES if sms < 13 else ("random",):
+        for policy in in_turn(POLICIES, sms + len(variant)) if sms < 13 else ("random",):
             solve(spec, problem.make_inputs(), Schedule(policy, sms, resident=1 + sms % 4), f"{policy}, {sms} SMs")
 
 
@@ -246,14 +246,14 @@ def test_scores_that_grow_along_the_keys(changes: dict[str, object]) -> None:
 
 # ---- what does not count
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("variant", ["bf16_d64_causal", "fp16_d128_window", "bf16_d256_varlen", "bf16_d96_split",
                                      "fp16_d192v128_causal_split", "bf16_d64_causal_varlen"])
-def test_nan_in_values(variant: str, policy: str) -> None:
+def test_nan_in_values(variant: str) -> None:
     """nonfinite.cuh: a non-finite value reaches the rows that see it, and no other."""
     spec = fa3(variant)
-    for problem in problems_of(spec)[::2]:
-        solve(spec, with_nans_in_v(problem.make_inputs()), Schedule(policy))
+    for number, problem in enumerate(problems_of(spec)[::2]):
+        for policy in in_turn(POLICIES, number + len(variant)):
+            solve(spec, with_nans_in_v(problem.make_inputs()), Schedule(policy))
 
 
 @pytest.mark.parametrize("variant", ["bf16_d64_causal", "bf16_d128_window", "bf16_d64_varlen", "bf16_d64_split"])

@@ -1,28 +1,22 @@
-"""Tests of the tests: synchronisation taken out of decode kernels, and faults put in, are caught.
-
-A kernel takes seconds to compile, so one text holds all its faults: which of them is alive comes with a launch, in the
-upper bits of lse_counts_sink.
-"""
+"""Tests of the tests: synchronisation taken out of decode kernels, and faults put in, are caught."""
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
-from emulator_kit import Site, shipped, sites_in
+from emulator_kit import Site, shipped
 from mla_kit import decoded, with_last_keys
+from mutant_kit import Mutant, sites_of
 
-from flashgen.codegen.lower import lower
-from flashgen.codegen.render import render
-from flashgen.codegen.source import Source
 from flashgen.codegen.spec import Spec
 from flashgen.errors import VerifyError
 from flashgen.runtime import mla
-from flashgen.runtime.emulator.kernel import EmulatedKernel, emulated_sms
+from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import Schedule, scheduled
 from flashgen.runtime.lookup import registry
 from flashgen.runtime.mla_problem import MlaProblem
@@ -53,70 +47,30 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("wgmma_fence();", "tie_registers(keys);", "#pragma unroll"):
         "for ptxas, which takes no products on trust that are issued behind a wait",
 }
-HEADERS = ("flashgen/merge_shares.cuh",)
-PRELUDE = "flashgen/prelude.cuh"
-SWITCH = """#ifndef FG_FAULT
-#define FG_FAULT
-static int fg_fault;
-__attribute__((noinline, no_sanitize("thread"))) static bool fg_alive(int fault) { return fg_fault == fault; }
-__attribute__((noinline, no_sanitize("thread"))) static void fg_choose(int fault) { fg_fault = fault; }
-#endif
-"""
+FILES = ("kernel", "merge_shares.cuh")  # whose faults are tried; fa3 has those of the other headers
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A kernel with all its faults, of which a launch has at most one."""
-
-    kernel: EmulatedKernel
-    numbers: dict[Site | str, int]  # 0: none
+def _wanted(site: Site) -> bool:
+    return site.file in FILES
 
 
 @cache
 def mutant(name: str) -> Mutant:
-    plan = lower(MUTATED[name])
-    source, numbers = render(plan), dict[Site | str, int]()
-    texts = {file: text for file, text in (("kernel", source.text), *source.headers)
-             if file == "kernel" or file in HEADERS}
-    for file, text in texts.items():
-        parts, end = [], 0
-        for site, m in sites_in(file, text, SYNCHRONISING):
-            numbers[site] = len(numbers) + 1
-            parts += [text[end:m.start()], f"if (!fg_alive({numbers[site]})) ", m[0]]
-            end = m.end()
-        texts[file] = "".join(parts) + text[end:]
-    for fault, (old, new) in FAULTS.items():
-        for file in texts:
-            if old in texts[file]:
-                number = numbers.setdefault(fault, len(numbers) + 1)
-                alive = f"fg_alive({number})"
-                texts[file] = texts[file].replace(
-                    old, f"if ({alive}) {{ {new} }} else {{ {old} }}" if old.endswith(";") else
-                    f"({alive} ? {new} : {old})")
-    start = re.search(r"const __grid_constant__ Params p\) \{", texts["kernel"])
-    assert start is not None
-    kernel = f"{texts['kernel'][:start.end()]} fg_choose(p.lse_counts_sink >> 1);{texts['kernel'][start.end():]}"
-    headers = tuple((file, SWITCH + texts.get(file, text) if file == PRELUDE else texts.get(file, text))
-                    for file, text in source.headers)
-    return Mutant(EmulatedKernel(plan, Source(kernel, source.entry, source.file_name, headers, source.arch)), numbers)
+    return Mutant(MUTATED[name], SYNCHRONISING, _wanted, FAULTS)
 
 
 def report_with(name: str, fault: Site | str | None) -> str:
     """How the emulator or the reference objects to the kernel with this fault, "" if neither does."""
-    mutated = mutant(name)
-    number = 0 if fault is None else mutated.numbers[fault]
-    true_kernel, true_values = mla._kernel, mla.mla_values
+    kernel, true_kernel = mutant(name), mla._kernel
+    kernel.alive = 0 if fault is None else kernel.numbers[fault]
 
-    def values(*args: Any, **call: Any) -> dict[str, Any]:
-        return {**(found := true_values(*args, **call)), "lse_counts_sink": found["lse_counts_sink"] + 2 * number}
-
-    def kernel(wanted: Any, device: Any) -> Any:
-        return mutated.kernel if wanted.pass_ == "decode" else true_kernel(wanted, device)
+    def kernel_for(wanted: Any, device: Any) -> Any:
+        return kernel if wanted.pass_ == "decode" else true_kernel(wanted, device)
 
     spec = MUTATED[name]
     changes = {"page_size": {64: 64, 1: 16, None: None}[spec.page_size], "head_dim_qk": spec.head_dim_qk,
                "dtype": spec.dtype, "causal": True, "sink": True}
-    with mock.patch.object(mla, "_kernel", kernel), mock.patch.object(mla, "mla_values", values):
+    with mock.patch.object(mla, "_kernel", kernel_for):
         for problem, sms, schedule, special in RUNS:
             inputs = replace(problem, **changes).make_inputs()
             if special is not None:
@@ -133,11 +87,8 @@ def report_with(name: str, fault: Site | str | None) -> str:
 def _where() -> dict[Site, list[str]]:
     found: dict[Site, list[str]] = {}
     for name, spec in MUTATED.items():
-        source = render(lower(spec))
-        for file, text in (("kernel", source.text), *source.headers):
-            if file == "kernel" or file in HEADERS:
-                for site, _ in sites_in(file, text, SYNCHRONISING):
-                    found.setdefault(site, []).append(name)
+        for site in sites_of(spec, SYNCHRONISING, _wanted):
+            found.setdefault(site, []).append(name)
     return found
 
 
