@@ -1,4 +1,4 @@
-"""Marker `gpu`, its time limit, and `--on-cpu`: the GPU tests with the reference in place of the kernels.
+"""Markers `quick` and `gpu`, what they are held to, and `--on-cpu`: GPU tests with the reference for the kernels.
 
 `--on-cpu` tests the tests: inputs, masks, slices and expectations must agree with the fp64 reference itself. Tests
 that take the fixture `cuda` need a real device and are skipped there.
@@ -20,8 +20,11 @@ from mla_kit import mla_by_reference
 from sampling import ROTATION
 
 import flashgen
+from flashgen.runtime import nvrtc
+from flashgen.runtime.emulator import toolchain
 
 TIME_LIMIT_S = 120        # of a GPU test: a kernel that hangs must not hold the run
+QUICK_KERNELS, TINY_LINES = 2, 60  # what a quick test may compile by NVRTC, beside texts of so many lines
 HANG_GRACE_S = 30         # a wait inside the driver hears no signal; after this the process ends
 _on_cpu, _stderr = pytest.StashKey[bool](), pytest.StashKey[TextIO]()
 
@@ -40,7 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_stderr] = os.fdopen(os.dup(2), "w")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m quick` picks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name.startswith("test_emulator_"):
+            item.add_marker("slow")
+        if item.get_closest_marker("slow") is None and item.get_closest_marker("gpu") is None:
+            item.add_marker("quick")
+    if hasattr(config, "workerinput"):  # the last tests that a worker has should be short ones
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -53,6 +64,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
     if exitstatus:
         terminalreporter.write_line(f"Samples of this run are repeated with TEST_ROTATION={ROTATION}.")
+
+
+@pytest.fixture(autouse=True)
+def _quick_is_cheap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds a quick test to what takes no time on any machine: no kernel for the emulator, few by NVRTC."""
+    if request.node.get_closest_marker("quick") is None:
+        return
+    compiled: list[str] = []
+
+    def refuse(*arguments: object) -> None:
+        pytest.fail("compiles for the emulator: mark it slow (docs/testing.md)")
+
+    def count(source: Any, plan: object, check: Any = nvrtc._check_arch) -> None:
+        if source.text.count("\n") > TINY_LINES:
+            compiled.append(source.file_name)
+        assert len(compiled) <= QUICK_KERNELS, f"compiles {compiled}: mark it slow (docs/testing.md)"
+        check(source, plan)
+
+    monkeypatch.setattr(toolchain, "_cached", refuse)
+    monkeypatch.setattr(nvrtc, "_check_arch", count)
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ BOTH_MAJORS = pytest.mark.parametrize("major", MAJORS)
 
 # The set
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_compiles(name):
     """Without a warning, a spill or a C75xx line, for each arch that has the instruction."""

@@ -44,6 +44,33 @@ def test_type_ignores():
     assert sum(found.values()) <= MAX_TYPE_IGNORES, {name: count for name, count in found.items() if count}
 
 
+# What reads a clock or waits for one fails on a busy machine: tests count (tests/counted.py). file: (name, why).
+CLOCKS = {"sleep", "time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time",
+          "process_time_ns", "thread_time", "times", "timeit", "now", "utcnow", "getrusage"}
+CLOCKS_ALLOWED = {"tests/test_cache.py": ("time", "entries are made older than they are, by ages against the present")}
+CLOCK_MODULES = {"time", "os", "timeit", "datetime", "resource"}
+
+
+def clocks_in(tree: ast.AST) -> set[str]:
+    """Names of functions of the clock that a module refers to, be it as `time.sleep`, be it imported by name."""
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in CLOCKS
+             and isinstance(node.value, ast.Name) and node.value.id in CLOCK_MODULES}
+    return found | {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+                    and node.module in CLOCK_MODULES for alias in node.names if alias.name in CLOCKS}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").glob("*.py")), ids=relative)
+def test_tests_read_no_clock(path):
+    allowed = CLOCKS_ALLOWED.get(relative(path), ("", ""))[0]
+    assert clocks_in(ast.parse(path.read_text(encoding="utf-8"))) <= {allowed}
+
+
+@pytest.mark.parametrize("text", ["import time\ntime.sleep(1)", "from time import perf_counter", "os.times()",
+                                  "datetime.now()", "from timeit import timeit"])
+def test_a_clock_is_found(text):
+    assert clocks_in(ast.parse(text))
+
+
 HEAVY = ("torch", "cuda", "numpy", "matplotlib")
 
 
