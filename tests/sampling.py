@@ -1,6 +1,6 @@
 """What one run of the tests samples of what a soak run tries in full; docs/testing.md says when each runs.
 
-A sample turns with the commit, so that runs in a row cover everything, and a run can be repeated: TEST_ROTATION is the
+A sample turns with the commit: a few commits cover everything. A run can be repeated: TEST_ROTATION is the
 number that it turns by, and is printed where a test fails.
 """
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The bound between two machines' results: one rounding of each weight passes, three do not."""
+"""What the tests share: one rounding of each weight is within the bound between two machines, and samples turn."""
 from __future__ import annotations
 
 import pytest
+import sampling
 import torch
 from emulator_kit import with_nans_in_v
 from kit import assert_one_rounding_apart
@@ -77,3 +78,18 @@ def test_the_unit_is_the_dtypes() -> None:
 def test_nothing_agrees_with_nothing() -> None:
     inputs = Problem(1, 0, 5).make_inputs()
     assert_one_rounding_apart(result(inputs), result(inputs), inputs)
+
+
+# ---- samples
+
+def test_samples_cover_everything_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "SOAK_RUNS", 0)
+    things, seen, turns = list(range(11)), set[int](), set[tuple[int, ...]]()
+    for rotation in range(4):
+        monkeypatch.setattr(sampling, "ROTATION", rotation)
+        seen |= set(sampling.one_in(4, things))
+        assert len(sampling.one_in(4, things)) in (2, 3)
+        turns.add(tuple(one for number in range(3) for one in sampling.in_turn("abc", number)))
+    assert seen == set(things) and len(turns) == 3 and all(len(set(turn)) == 3 for turn in turns)
+    monkeypatch.setattr(sampling, "SOAK_RUNS", 1)
+    assert sampling.one_in(4, things) == things and sampling.in_turn("abc", 1) == ["a", "b", "c"]
