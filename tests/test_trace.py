@@ -22,6 +22,8 @@ from flashgen.runtime.emulator.schedule import Schedule
 from flashgen.runtime.emulator.trace import KINDS, Span, Timeline, spans, timeline
 from flashgen.runtime.emulator.trace_draw import page, shortened, write
 
+pytestmark = pytest.mark.slow
+
 SPEC = shipped("fa2_fwd_bf16_d64")
 PLAN = lower(SPEC)
 WARPS, BLOCK_M, BLOCK_N = PLAN.launch.threads // 32, PLAN.constant("BLOCK_M"), PLAN.constant("BLOCK_N")

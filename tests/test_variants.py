@@ -26,6 +26,8 @@ from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
 from flashgen.runtime.problem import Problem
 from flashgen.runtime.values import is_persistent
 
+pytestmark = pytest.mark.slow
+
 SHIPPED = [spec for path in variant_spec_paths() for spec in load_specs(path).specs
            if spec.dtype == "bf16" and spec.head_dim_qk == 64 and (spec.family == "fa3") == (
                spec.kv_layout == "varlen" or path.stem in ("document", "block_sparse"))
