@@ -15,6 +15,7 @@ from flashgen.codegen.lower import lower
 from flashgen.codegen.render import render
 from flashgen.errors import CompileError, EnvironmentError_, UnsupportedError, VerifyError
 from flashgen.runtime.emulator import client, kernel, objects, toolchain
+from flashgen.runtime.emulator.kernel import EmulatedKernel
 from flashgen.runtime.emulator.report import KernelFault
 from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
 
@@ -90,8 +91,8 @@ def test_a_report_names_line_thread_stage_and_seed() -> None:
     source = render(lower(SPEC))
     barrier = "sync_block();  // the tile is there"
     lines = source.text.splitlines()
-    with replaced(SPEC, changed(source, "kernel", lambda text: text.replace(barrier, "; // the tile is there"))), \
-            pytest.raises(KernelFault) as caught:
+    faulty = changed(source, "kernel", lambda text: text.replace(barrier, "; // the tile is there"))
+    with replaced(EmulatedKernel(lower(SPEC), faulty)), pytest.raises(KernelFault) as caught:
         solve(SPEC, problems_of(SPEC)[0].make_inputs(), Schedule("random", 7))
     error = caught.value
     line = int(error.where.partition(":")[2].partition(" ")[0])
@@ -150,7 +151,7 @@ def test_shipped_kernels_have_no_bank_conflicts() -> None:
     source = render(lower(SPEC))
     found = []
     for subject in (source, changed(source, "tile.cuh", lambda text: text.replace("row & 7 :", "row & 3 :"))):
-        with collecting() as statistics, replaced(SPEC, subject):
+        with collecting() as statistics, replaced(EmulatedKernel(lower(SPEC), subject)):
             solve(SPEC, problems_of(SPEC)[0].make_inputs(), Schedule())
         found.append(sum(wavefronts - ideal for _, _, wavefronts, ideal in statistics[0].banks))
     assert found[0] == 0 < found[1]

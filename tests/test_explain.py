@@ -237,14 +237,14 @@ def wgmma_plan(head_dim: int, block_n: int, warpgroups: int = 3, stages: int = 3
                            ("V", stages * tile, "values"), ("BARRIERS", 8 * (4 * stages + 1), "mbarriers")))
     barriers = tuple(Barrier(name, stages, arrivals, f"a stage of {name[0]} is {name[2:]}") for name, arrivals in (
         ("K_FULL", 1), ("K_EMPTY", warpgroups), ("V_FULL", 1), ("V_EMPTY", warpgroups)))
-    panels = TensorMap("k_map", "k", 64, block_n, 128)
     plan = Plan(
         variant=spec.variant, target="sm_90a", family="fa3", pass_="fwd", spec=spec.fields(), template="none",
         element="bf16", constants=tuple(Constant(name, value, "given") for name, value in constants.items()),
-        slots=(), flags=(), params=(Param("k", "element_ptr", ""), Param("k_map", "tensor_map", "")), smem=smem,
+        slots=(), flags=(), smem=smem, params=tuple(Param(name, ctype, "") for name, ctype in (
+            ("k", "element_ptr"), ("v", "element_ptr"), ("k_map", "tensor_map"), ("v_map", "tensor_map"))),
         roles=(Role("load", 4, 32), Role("mma", 4 * warpgroups, 160)),
         launch=Launch(128 * (warpgroups + 1), 1, smem[-1].offset_bytes + smem[-1].size_bytes, "x = SMs"),
-        tensor_maps=(panels, dataclasses.replace(panels, name="v_map", tensor="v")),
+        tensor_maps=tuple(TensorMap(f"{name}_map", name, 64, block_n, 128) for name in "kv"),
         barriers=(*barriers, Barrier("Q_FULL", 1, 1, "the query tile is there")),
         wgmma_shapes=(WgmmaShape("bf16", block_n), WgmmaShape("bf16", head_dim, "registers", b_major="MN_MAJOR")))
     verify(plan, TARGETS["sm_90a"])

@@ -248,8 +248,8 @@ def test_each_field_changes_the_variant_name(row, data):
     assert other.variant != one.variant
 
 
-def as_tuples(value: object) -> object:
-    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+def with_tuples(value: Any) -> Any:
+    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
 
 @quick
@@ -257,7 +257,7 @@ def as_tuples(value: object) -> object:
 def test_specs_hash_pickle_and_survive_json(values):
     one = spec(values)
     assert pickle.loads(pickle.dumps(one)) == one == spec(values) and hash(one) == hash(spec(values))
-    assert as_tuples(json.loads(json.dumps(one.fields()))) == one.fields()
+    assert with_tuples(json.loads(json.dumps(one.fields()))) == one.fields()
     names = [name for name, _ in one.fields()]
     rows = [row for row in spec_fields.rows() if row.name != "arch"]
     assert names == [row.name for row in rows if row.name in names]
