@@ -20,7 +20,7 @@ PLANS = distinct_plans("fa2")
 SMALL = shipped("fa2_fwd_bf16_d64_window")
 
 
-@pytest.mark.parametrize("number, spec", enumerate(spec for spec, _ in PLANS), ids=[p.kernel_name for _, p in PLANS])
+@pytest.mark.parametrize("number, spec", [*enumerate(s for s, _ in PLANS)], ids=[p.kernel_name for _, p in PLANS])
 def test_every_kernel(number: int, spec: Spec) -> None:
     """fp16 kernels differ from bf16 ones in three instructions, so one problem of each mask does for them."""
     chosen = problems_of(spec)

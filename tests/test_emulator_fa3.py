@@ -65,7 +65,7 @@ def test_the_plans_cover_the_families_of_kernels() -> None:
         assert {f[flag] for f in flags} == {False, True}, flag
 
 
-@pytest.mark.parametrize("number, spec", enumerate(spec for spec, _ in PLANS), ids=[p.kernel_name for _, p in PLANS])
+@pytest.mark.parametrize("number, spec", [*enumerate(s for s, _ in PLANS)], ids=[p.kernel_name for _, p in PLANS])
 def test_every_kernel(number: int, spec: Spec) -> None:
     """fp16 kernels differ from bf16 ones in the types of instructions, so one problem does for them; of a window
     kernel's masks a problem each, in turn."""

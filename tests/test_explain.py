@@ -1,7 +1,6 @@
 """The kernel's tile rule in Python against brute force, and what explain derives from it."""
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re

@@ -34,7 +34,7 @@ SHIPPED = [spec for path in variant_spec_paths() for spec in load_specs(path).sp
            and spec.causal == (path.stem in ("alibi", "differential", "softcap"))]
 
 
-@pytest.mark.parametrize("number, spec", enumerate(SHIPPED), ids=[spec.variant for spec in SHIPPED])
+@pytest.mark.parametrize("number, spec", [*enumerate(SHIPPED)], ids=[spec.variant for spec in SHIPPED])
 def test_shipped(number: int, spec: Spec) -> None:
     """As `flashgen verify` would, on the problem with the most tiles; policies take turns, with values for params."""
     plan = lower(spec)
