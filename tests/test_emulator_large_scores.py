@@ -13,6 +13,7 @@ import torch
 from emulator_kit import shipped
 from large_scores import PATTERNS, SOFT, inputs_of, judge, mla_inputs_of
 from mla_kit import MLA_SPECS
+from sampling import one_in
 
 from flashgen.codegen.spec import Spec
 from flashgen.runtime.emulator.kernel import emulated_sms
@@ -42,11 +43,11 @@ def attend(spec: Spec, scores: Sequence[float], level: float = 0.0) -> None:
     judge(out, lse, inputs, level)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("way", WAYS)
-def test_far_scores(way: str, pattern: str) -> None:
+def test_far_scores(way: str) -> None:
     spec = kernel_of(way)
-    attend(spec, PATTERNS[pattern](160, spec.dtype))
+    for pattern in one_in(2, PATTERNS):
+        attend(spec, PATTERNS[pattern](160, spec.dtype))
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
@@ -74,10 +75,10 @@ def test_rows_beside_far_ones_keep_their_bits() -> None:
     assert math.isfinite(float(lse.max()))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", one_in(2, PATTERNS))
 @pytest.mark.parametrize("spec", [s for s in MLA_SPECS if s.pass_ == "decode"][:2], ids=lambda s: s.variant)
 def test_far_scores_of_mla(spec: Spec, pattern: str) -> None:
-    inputs = mla_inputs_of(spec, PATTERNS[pattern](400, spec.dtype))
+    inputs = mla_inputs_of(spec, PATTERNS[pattern](200, spec.dtype))
     for sms in (1, 4):
         with emulated_sms(sms):
             out, lse = run_mla(inputs, spec=spec)

@@ -13,6 +13,7 @@ import pytest
 
 import flashgen
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("codegen", "runtime", "specs", "templates")  # flashgen/NAME leads to NAME
 BACKEND = "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])"
