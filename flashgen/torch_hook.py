@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from flashgen.log import logger
+
 
 def register() -> None:
     import flashgen.runtime.torch_ops  # noqa: F401
@@ -32,7 +34,11 @@ class _AfterTorch:
             execute(module)  # an import that fails may be tried again: the finder stays
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-                register()
+                try:
+                    register()
+                except Exception as error:  # a torch that lacks what the ops need is not made unusable by flashgen
+                    logger().warning("flashgen's ops are not registered with this torch: %s: %s", type(error).__name__,
+                                     error)
 
         loader.exec_module = exec_module
         return spec

@@ -15,8 +15,8 @@ from flashgen.codegen.candidates import candidates
 from flashgen.codegen.explain_counts import Shape
 from flashgen.codegen.spec import load_specs, shipped_spec_paths
 from flashgen.errors import VerifyError
+from flashgen.runtime import subject, verify
 from flashgen.runtime import tune as runner
-from flashgen.runtime import verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.time_limit(600)]
 SHAPE = Shape(2, 1024, 1024, 8, 8)
@@ -51,12 +51,12 @@ def test_a_kernel_that_computes_something_else_is_caught(cuda: str, monkeypatch:
     (result,) = runner.build([found.kept[0].spec], None, lambda done, what: None)
     assert result.error is None
     runner.check(found.kept[0])
-    plain: Any = verify.run_poisoned
+    plain: Any = subject.run_poisoned
 
     def doubled(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, lse = plain(*arguments, **options)
         return out * 2, lse
 
-    monkeypatch.setattr(verify, "run_poisoned", doubled)
+    monkeypatch.setattr(subject, "run_poisoned", doubled)
     with pytest.raises(VerifyError):
         runner.check(found.kept[0])
