@@ -189,7 +189,7 @@ _memo = _Memo()
 def _run(  # type: ignore[no-untyped-def]
         q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec, out, want_lse):
     """(out, lse or None). `out` None: allocated here."""
-    call = key = wrong = None
+    wrong = None
     try:
         device_index, q_pointer, kv_pointer = q.get_device(), q.data_ptr(), kv.data_ptr()
         key = (q.shape, kv.shape, q.stride(), kv.stride(), q.dtype, kv.dtype, device_index, kv.get_device(),
@@ -197,7 +197,7 @@ def _run(  # type: ignore[no-untyped-def]
                _form(page_table), _form(sink), _form(rows), None if out is None else (_form(out), out.data_ptr() & 15))
         call = _memo.calls.get(key)
     except RAW_ERRORS as error:  # an argument that makes no key, such as a list or a sparse tensor
-        wrong = error
+        call, wrong = None, error
     if call is None or call.generation != registry.generation:
         check_types(q, kv, seqlens, page_table, sink, rows, out)
         found = _read(causal, scale, counts_sink, want_lse)

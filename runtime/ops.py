@@ -205,7 +205,7 @@ _current_stream = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda
 def _run(  # type: ignore[no-untyped-def]
         q, k, v, cu_q, cu_kv, causal, left, right, scale, text, bound, out, want_lse):
     """(out, lse or None). `out` None: allocated here."""
-    call = key = wrong = None
+    wrong = None
     try:
         q_pointer, k_pointer, v_pointer, device_index = q.data_ptr(), k.data_ptr(), v.data_ptr(), q.get_device()
         if not (q.dtype is k.dtype is v.dtype and device_index == k.get_device() == v.get_device()):
@@ -219,7 +219,7 @@ def _run(  # type: ignore[no-untyped-def]
                None if bound is None else _bound_key(*bound))
         call = _memo.calls.get(key)
     except RAW_ERRORS as error:  # an argument that makes no key, such as a list or a sparse tensor
-        wrong = error
+        call, wrong = None, error
     if call is None or call.generation != registry.generation:
         check_qkv(q, k, v, cu_q, cu_kv)
         require_tensors(True, out=out, **_named(bound))
