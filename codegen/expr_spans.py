@@ -132,7 +132,8 @@ class _Compiler:
     def with_values(self, tree: Expr) -> Expr:
         if isinstance(tree, Name):
             value = self.values[tree.name]
-            return const(bool(value) if tree.type == "bool" else int(value))  # type: ignore[arg-type]
+            assert isinstance(value, (bool, int))  # settled() asks
+            return const(bool(value) if tree.type == "bool" else int(value))
         return Op(tree.op, tuple(map(self.with_values, tree.args)), tree.type) if isinstance(tree, Op) else tree
 
     def truth(self, tree: Expr) -> _Node:

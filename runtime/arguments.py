@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -48,7 +48,7 @@ def _python_number(value: Any) -> Any:
         return operator.index(value)
     # Decimals are numbers that are not complex; fractions and numpy's long doubles are real.
     if isinstance(value, numbers.Real) or (isinstance(value, numbers.Number) and not isinstance(value, complex)):
-        return float(value)  # type: ignore[arg-type]
+        return float(cast(Any, value))
     return None
 
 
@@ -75,8 +75,8 @@ def whole(name: str, value: Any, low: int, high: int = INT_MAX, allowed: str = "
     """
     allowed = allowed or f"a whole number, {low} to {high}"
     found = number(name, value, allowed)
-    if isinstance(found, _SYMBOLIC):
-        return found  # type: ignore[return-value]
+    if type(found) in _SYMBOLIC:
+        return cast(int, found)
     if least and isinstance(found, int):
         found = min(found, high)
     if not ((isinstance(found, int) or math.isfinite(found)) and low <= found <= high and found == int(found)):

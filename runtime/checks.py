@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.codegen.dtype import DTYPES
@@ -25,7 +27,7 @@ SCALE_ALLOWED = f"a number, finite, above 0 and normal in float32: {SCALE_MIN!r}
 DTYPE_NAMES = {getattr(torch, d.torch_name): d.name for d in DTYPES.values()}
 
 
-def check_call(q, k, v, cu_seqlens_q, cu_seqlens_kv) -> None:  # type: ignore[no-untyped-def]
+def check_call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
     """What a look at the arguments shows, before anything is memoised."""
     if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
         raise UnsupportedError("only one of cu_seqlens_q and cu_seqlens_kv is given", where="cu_seqlens",
@@ -37,17 +39,17 @@ def check_call(q, k, v, cu_seqlens_q, cu_seqlens_kv) -> None:  # type: ignore[no
         check_device("q", q)
 
 
-def check_device(name: str, t: torch.Tensor) -> None:
+def check_device(name: str, t: Tensor) -> None:
     if not (t.is_cuda or t.is_cpu):
         raise UnsupportedError(f"{name} is on {t.device}", where=name,
                                allowed="tensors on a CUDA device, or on the CPU, where kernels run emulated")
 
 
-def causal_code(causal: object) -> int:
+def causal_code(causal: Any) -> int:
     """What CAUSAL_CODES says, also of numbers of other types."""
     allowed = " or ".join(repr(name) for name in CAUSAL_CODES)
     try:
-        return CAUSAL_CODES[causal]  # type: ignore[index]
+        return CAUSAL_CODES[causal]
     except (*RAW_ERRORS, ValueError):  # none of them, or nothing that can be looked up
         return CAUSAL_CODES[whole("causal", causal, 0, 1, allowed) == 1]
 
@@ -65,29 +67,30 @@ def side(value: object) -> int:
 def scale_number(value: object) -> float:
     found = number("softmax_scale", value, SCALE_ALLOWED)
     try:
-        return found if isinstance(found, torch.SymFloat) else float(found)  # type: ignore[return-value]
+        return cast(float, found) if type(found) is torch.SymFloat else float(found)
     except OverflowError:  # a whole number past the largest double
         return math.inf if found > 0 else -math.inf
 
 
-def read_options(left, right, scale, want_lse):  # type: ignore[no-untyped-def]
+def read_options(left: Any, right: Any, scale: Any, want_lse: Any) -> tuple[int, int, float, bool]:
     """The four as int, int, float and bool; UnsupportedError for what they are not."""
     return side(left), side(right), scale_number(scale), flag("return_lse", want_lse)
 
 
-def default_scale(q, k, v, cu_q, cu_kv, softmax_scale):  # type: ignore[no-untyped-def]
+def default_scale(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_kv: Tensor | None,
+                  softmax_scale: Any) -> Any:
     """The scale of a call whose first look at the arguments failed; UnsupportedError for the one that is wrong."""
     check_qkv(q, k, v, cu_q, cu_kv)
     check_call(q, k, v, cu_q, cu_kv)
     return (q.shape[-1] or 1) ** -0.5 if softmax_scale is None else softmax_scale
 
 
-def strides(t) -> list[int]:  # type: ignore[no-untyped-def]
+def strides(t: Tensor) -> list[int]:
     """Element strides of all but the last dimension; a dimension of size 1 has none that means anything."""
     return [stride if size != 1 else 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
 
 
-def is_aligned(t: torch.Tensor) -> bool:
+def is_aligned(t: Tensor) -> bool:
     """Whether 16-byte copies can read every row of it."""
     if t.shape[-1] != 1 and t.stride(-1) != 1:
         return False
@@ -95,7 +98,7 @@ def is_aligned(t: torch.Tensor) -> bool:
     return t.numel() == 0 or (t.data_ptr() % ALIGNMENT_BYTES == 0 and all(s % step == 0 for s in strides(t)))
 
 
-def check_qkv(q, k, v, cu_q, cu_kv):  # type: ignore[no-untyped-def]
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_kv: Tensor | None) -> None:
     varlen = cu_q is not None
     rank, shape = (3, "[total, num_heads, head_dim]") if varlen else (4, "[batch, seqlen, num_heads, head_dim]")
     require_tensors(False, q=q, k=k, v=v)
@@ -116,7 +119,7 @@ def check_qkv(q, k, v, cu_q, cu_kv):  # type: ignore[no-untyped-def]
     if q.shape[-2] % k.shape[-2] if k.shape[-2] else q.shape[-2]:
         raise UnsupportedError(f"{q.shape[-2]} query heads over {k.shape[-2]} kv heads", where="q, k",
                                allowed="num_heads_q a multiple of num_heads_kv")
-    if varlen:
+    if cu_q is not None and cu_kv is not None:
         for name, t in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv)):
             if (t.dtype != torch.int32 or t.dim() != 1 or t.shape != cu_q.shape or t.shape[0] < 1
                     or t.device != q.device or not t.is_contiguous()):
@@ -124,7 +127,7 @@ def check_qkv(q, k, v, cu_q, cu_kv):  # type: ignore[no-untyped-def]
                                        allowed=f"contiguous int32 [batch + 1] on {q.device}, both of one length")
 
 
-def check_prefix_sums(cu_q, cu_kv, total_q: int, total_kv: int) -> None:  # type: ignore[no-untyped-def]
+def check_prefix_sums(cu_q: Tensor, cu_kv: Tensor, total_q: int, total_kv: int) -> None:
     """The values of cu_seqlens_*, where they are at hand: on a device, looking at them would wait for it."""
     for name, t, total in (("cu_seqlens_q", cu_q, total_q), ("cu_seqlens_kv", cu_kv, total_kv)):
         ends = t.tolist()
@@ -145,7 +148,7 @@ def check_head_dims(head_dim_qk: int, head_dim_v: int) -> None:
                                nearest=f"{nearest}: pad q, k and v with zero columns and give softmax_scale")
 
 
-def check_dtype(name: str, t: torch.Tensor, q: torch.Tensor) -> None:
+def check_dtype(name: str, t: Tensor, q: Tensor) -> None:
     """UnsupportedError unless kernels take the dtype of `t`, and it is that of q."""
     if t.dtype in DTYPE_NAMES and t.dtype == q.dtype:
         return
@@ -164,7 +167,7 @@ def check_options(left: int, right: int, scale: float) -> None:
                                "" if math.isnan(scale) else repr(min(max(scale, SCALE_MIN), SCALE_MAX)))
 
 
-def check_out(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
+def check_out(out: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
     check_tensor("out", out, "a tensor, or None")
     if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
         raise UnsupportedError(f"out is {out.dtype} {tuple(out.shape)} on {out.device}", where="out",
@@ -179,12 +182,12 @@ def check_out(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> Non
                                next="leave out=None and copy the result")
 
 
-def extents(*tensors: torch.Tensor) -> tuple[int, ...]:
+def extents(*tensors: Tensor) -> tuple[int, ...]:
     """Bytes from the first element of each to the end of its last."""
     return tuple(extent(t.shape, t.stride()) * t.element_size() for t in tensors)
 
 
-def check_shared(out: torch.Tensor, **inputs: torch.Tensor) -> None:
+def check_shared(out: Tensor, **inputs: Tensor) -> None:
     """UnsupportedError where `out` shares an element with an input, which blocks still read while others write.
 
     Callers compare extents first: this is for the rare call whose ranges of addresses meet.

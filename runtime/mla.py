@@ -229,7 +229,7 @@ def _run(  # type: ignore[no-untyped-def]
     return out, lse
 
 
-def _read(causal, scale, counts_sink, want_lse):  # type: ignore[no-untyped-def]
+def _read(causal: Any, scale: Any, counts_sink: Any, want_lse: Any) -> tuple[bool, float, bool, bool]:
     """The four as bool, float, bool and bool; UnsupportedError for what they are not."""
     return (flag("causal", causal), checks.scale_number(scale), flag("lse_counts_sink", counts_sink),
             flag("return_lse", want_lse))

@@ -272,7 +272,7 @@ def _bound_key(ints, floats, tensors):  # type: ignore[no-untyped-def]
     return ints, floats and str(floats), tuple((t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors)
 
 
-def _keep(key, call, q, k, v, out):  # type: ignore[no-untyped-def]
+def _keep(key: tuple, call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None) -> None:
     """Memoises a call. An emulated launch takes so long that preparing it anew costs nothing."""
     call.extents = () if out is None else extents(q, k, v, out)
     if q.is_cuda:
