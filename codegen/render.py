@@ -45,7 +45,11 @@ def render(plan: Plan) -> Source:
         where = f"{getattr(error, 'filename', None) or plan.template}:{getattr(error, 'lineno', 0) or 0}"
         raise TemplateError(f"template does not render: {error.message}", where=where,
                             next="pytest tests/test_templates.py checks all template rules") from error
-    text = re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n"
+    return source_of(plan, re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n")
+
+
+def source_of(plan: Plan, text: str) -> Source:
+    """The text of a plan's kernel as a Source, with the headers it reaches as they are now. Raises TemplateError."""
     return Source(text=text, entry=plan.variant, file_name=f"{plan.kernel_name}.cu",
                   headers=reached_headers(text, _rendered_headers(plan)), arch=plan.target,
                   options=plan.compiler_options)

@@ -93,6 +93,13 @@ class BundleError(FlashgenError):
     exit_code = 9
 
 
+def of_os(error: OSError) -> EnvironmentError_:
+    """A refusal by the operating system, in the words of all other errors."""
+    return EnvironmentError_(error.strerror or str(error) or type(error).__name__,
+                             where=", ".join(str(name) for name in (error.filename, error.filename2) if name),
+                             next="flashgen doctor")
+
+
 def together(problems: list[SpecError]) -> SpecError:
     """One error for all: the first, with the others listed below it."""
     first, *others = problems

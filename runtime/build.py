@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.source import Source
@@ -57,12 +57,24 @@ class BuildResult:
 Progress = Callable[[BuildResult, int, int], None]  # (result, results so far, results in all)
 
 
+class Rendered(NamedTuple):
+    """A kernel before it is compiled: its plan, its CUDA text and its key in the cache."""
+
+    plan: Plan
+    text: str
+    key: str
+
+
 @dataclass(frozen=True)
 class _Miss:
     plan: Plan
     source: Source
     key: str
     seconds: float  # spent on it so far
+
+    @property
+    def text(self) -> str:
+        return self.source.text
 
 
 class _Report:
@@ -83,12 +95,14 @@ class _Report:
 
 
 def build_specs(specs: Sequence[Spec], cache: Cache | None = None, jobs: int | None = None,
-                progress: Progress | None = None, keep_going: bool = True) -> list[BuildResult]:
+                progress: Progress | None = None, keep_going: bool = True,
+                before: Callable[[list[Rendered]], object] | None = None) -> list[BuildResult]:
     """One result per spec, in order.
 
     What is wrong with a single spec (it does not lower, does not compile, its worker dies) is the `error` of its
     result. `jobs` worker processes at most, by default as many as there are CPUs and memory for. With keep_going
-    False the first failure stops the rest. `progress` is called in this thread. Raises EnvironmentError_ without NVRTC.
+    False the first failure stops the rest. `progress` is called in this thread. `before` gets all kernels ahead of the
+    first that is compiled, unless one has no source. Raises EnvironmentError_ without NVRTC.
     """
     cache = cache if cache is not None else Cache()
     report, misses = _Report(len(specs), progress), {}
@@ -100,6 +114,9 @@ def build_specs(specs: Sequence[Spec], cache: Cache | None = None, jobs: int | N
             report.add(index, found)
         else:
             misses[index] = found
+    if before is not None and not report.failed:
+        found_or_not = [misses.get(index) or report.results[index].entry for index in range(len(specs))]
+        before([Rendered(kernel.plan, kernel.text, kernel.key) for kernel in found_or_not if kernel])
     groups: dict[str, dict[str, list[int]]] = {}  # variant -> key -> positions (a spec may be listed twice)
     for index, miss in misses.items():
         groups.setdefault(miss.plan.variant, {}).setdefault(miss.key, []).append(index)
@@ -113,6 +130,14 @@ def build_specs(specs: Sequence[Spec], cache: Cache | None = None, jobs: int | N
         if index not in report.results:
             report.add(index, _failure(spec.variant, spec.arch, "not built: an earlier variant failed"))
     return [report.results[index] for index in range(len(specs))]
+
+
+def rendered(spec: Spec) -> Rendered:
+    """The kernel of one spec. Raises PlanError, TemplateError, and EnvironmentError_ without NVRTC."""
+    from flashgen.codegen.render import plan_and_source
+
+    plan, source = plan_and_source(spec)
+    return Rendered(plan, source.text, cache_key(source, plan))
 
 
 def jobs_default() -> int:

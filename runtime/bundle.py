@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 from flashgen.codegen.plan import CTYPES, Plan, params_layout, verify
 from flashgen.codegen.target import TARGETS
@@ -80,9 +80,11 @@ def write_bundle(entries: Iterable[Entry], out_dir: Path | str) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=out.parent))
     try:
-        rows = [_write_kernel(entry, staging) for entry in _one_per_selector(entries)]
-        manifest: dict[str, Any] = {"kind": _KIND, "schema": SCHEMA, "launch_rules": LAUNCH_RULES, "kernels": rows}
-        (staging / MANIFEST).write_text(json.dumps(signed(manifest), sort_keys=True, indent=1) + "\n")
+        kernels = one_per_selector(entries)
+        for entry in kernels:
+            for suffix, data in kernel_files(entry).items():
+                (staging / f"{entry.plan.kernel_name}.{suffix}").write_bytes(data)
+        (staging / MANIFEST).write_bytes(manifest_bytes(map(row_of, kernels)))
         staging.chmod(0o777 & ~_umask())  # mkdtemp makes it private; a bundle is meant to be shared
         _replace(staging, out)
     finally:
@@ -195,9 +197,23 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _one_per_selector(entries: Iterable[Entry]) -> list[Entry]:
-    chosen: dict[Selector, Entry] = {}
-    for entry in entries:
+class Keyed(Protocol):
+    """What is bundled, compiled or not yet: a kernel's plan and its key in the cache."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def key(self) -> str: ...
+
+
+_Keyed = TypeVar("_Keyed", bound=Keyed)
+
+
+def one_per_selector(kernels: Iterable[_Keyed]) -> list[_Keyed]:
+    """The kernels, each once. BundleError if two of them answer to the same selector."""
+    chosen: dict[Selector, _Keyed] = {}
+    for entry in kernels:
         other = chosen.setdefault(selector_of(entry.plan), entry)
         if other.key != entry.key:
             raise BundleError(f"{other.plan.kernel_name} and {entry.plan.kernel_name} serve the same calls",
@@ -206,15 +222,24 @@ def _one_per_selector(entries: Iterable[Entry]) -> list[Entry]:
     return list(chosen.values())
 
 
-def _write_kernel(entry: Entry, folder: Path) -> dict[str, Any]:
-    """Write the kernel's files; its row in the manifest."""
-    plan, cubin, files = entry.plan, entry.cubin, {}
-    for suffix, data in zip(_SUFFIXES, (cubin.image, entry.text.encode(), plan.to_json().encode()), strict=True):
-        (folder / f"{plan.kernel_name}.{suffix}").write_bytes(data)
-        files[suffix] = facts(data)
+def kernel_files(entry: Entry) -> dict[str, bytes]:
+    """The contents of a kernel's files, by suffix."""
+    return dict(zip(_SUFFIXES, (entry.cubin.image, entry.text.encode(), entry.plan.to_json().encode()), strict=True))
+
+
+def row_of(entry: Entry) -> dict[str, Any]:
+    """The kernel's row in the manifest, as JSON has it."""
+    plan, cubin = entry.plan, entry.cubin
     return {"variant": plan.variant, "arch": plan.target, "selector": selector_of(plan)._asdict(), "key": entry.key,
             "abi": abi_digest(plan), "nvrtc": cubin.nvrtc, "options": cubin.options,
-            "resources": cubin.resources.to_dict(), "files": files}
+            "resources": cubin.resources.to_dict(),
+            "files": {suffix: facts(data) for suffix, data in kernel_files(entry).items()}}
+
+
+def manifest_bytes(rows: Iterable[dict[str, Any]]) -> bytes:
+    """The content of the manifest with these rows."""
+    manifest = {"kind": _KIND, "schema": SCHEMA, "launch_rules": LAUNCH_RULES, "kernels": list(rows)}
+    return json.dumps(signed(manifest), sort_keys=True, indent=1).encode() + b"\n"
 
 
 def _check_replaceable(out: Path) -> None:

@@ -6,6 +6,7 @@ does not (spills, serialised wgmma, an ignored setmaxnreg) is a CompileError her
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -13,6 +14,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -68,6 +70,16 @@ def supported_archs() -> tuple[int, ...]:
 
 def version_text() -> str:
     return "{}.{}".format(*nvrtc_version())
+
+
+def library_path() -> Path | None:
+    """The file that NVRTC was loaded from, where the system tells."""
+    nvrtc_version()
+    with contextlib.suppress(OSError):
+        # A file name may hold spaces; five fields come before it.
+        rows = [row.split(None, 5) for row in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()]
+        return next((Path(row[5]) for row in rows if len(row) == 6 and "/libnvrtc.so" in row[5]), None)
+    return None
 
 
 def compile_options(source: Source) -> tuple[str, ...]:

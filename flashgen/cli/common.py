@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashgen.codegen.target import TARGETS
-from flashgen.errors import EnvironmentError_, FlashgenError, SpecError
+from flashgen.errors import EnvironmentError_, FlashgenError, SpecError, of_os
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import Spec
@@ -112,13 +112,6 @@ def _refusal(error: FlashgenError, as_json: bool) -> Output:
     if not as_json:
         print(f"error: {error}", file=sys.stderr)
     return Output({"error": error_json(error)}, [], error.exit_code)
-
-
-def of_os(error: OSError) -> EnvironmentError_:
-    """A refusal by the operating system, in the words of all other errors."""
-    return EnvironmentError_(error.strerror or str(error) or type(error).__name__,
-                             where=", ".join(str(name) for name in (error.filename, error.filename2) if name),
-                             next="flashgen doctor")
 
 
 @contextlib.contextmanager
