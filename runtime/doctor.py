@@ -24,8 +24,8 @@ from flashgen.errors import EnvironmentError_, FlashgenError
 CHILD_LIMIT_S = 60.0  # a cold torch import from a slow disk takes half of it
 PYTHON_MIN = (3, 10)
 PACKAGES = {  # distribution -> module, of what building needs beside NVRTC
-    "filelock": "filelock", "jinja2": "jinja2", "platformdirs": "platformdirs", "pydantic": "pydantic",
-    "pyelftools": "elftools", "pyyaml": "yaml", "rich": "rich", "typer": "typer"}
+    "filelock": "filelock", "jinja2": "jinja2", "ninja": "ninja", "platformdirs": "platformdirs",
+    "pydantic": "pydantic", "pyelftools": "elftools", "pyyaml": "yaml", "rich": "rich", "typer": "typer"}
 _MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
 
 

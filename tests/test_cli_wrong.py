@@ -41,6 +41,7 @@ ONE_SPEC: dict[str, list[str]] = {
 OTHER_FILES = [["new", "mine", "--from", "?"], ["bench", TINY, "--problem-grid", "?"],
                ["bench", "--problem-grid", "?"]]
 PLACES = [["schema", "-o", "?"], ["check", "alibi", "--png", "?"], ["bundle", TINY, "-o", "?"],
+          ["build", TINY, "-o", "?"], ["build", TINY, "--sources-only", "-o", "?"],
           ["tune", TINY, "--write", "spec", "?"], ["tune", TINY, "--write", "table", "?"]]
 VALUES = [
     ["explain", TINY, "--problem", "?"], ["explain", TINY, "--problem", "seqlen_q=?"],

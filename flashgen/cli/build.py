@@ -1,7 +1,8 @@
 """`flashgen build` and `flashgen bundle`."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,10 +10,12 @@ import typer
 
 from flashgen.cli.common import Archs, Output, SpecArguments, Table, Variants, command, select
 from flashgen.cli.progress import progress
-from flashgen.errors import CompileError
+from flashgen.errors import CompileError, SpecError
 
 if TYPE_CHECKING:
-    from flashgen.runtime.build import BuildResult
+    from flashgen.codegen.spec import Spec
+    from flashgen.runtime.build import BuildResult, Rendered
+    from flashgen.runtime.build_folder import BuildFolder
     from flashgen.runtime.cache import Cache
 
 Jobs = Annotated[int | None, typer.Option(
@@ -27,36 +30,98 @@ def register(app: typer.Typer) -> None:
 
 def build(specs: SpecArguments, arch: Archs = None, variant: Variants = None, jobs: Jobs = None,
           out: Annotated[Path | None, typer.Option(
-              "--out", "-o", metavar="DIR", help="Also write the kernels there as a bundle.")] = None) -> Output:
+              "--out", "-o", metavar="DIR", help="Also write the kernels there, with a build.ninja for ninja -C DIR."
+          )] = None,
+          sources_only: Annotated[bool, typer.Option(
+              "--sources-only", help="Write DIR without compiling: ninja -C DIR does the rest.")] = False) -> Output:
     """Compile variants into the cache. Needs no GPU. Exit code 5 if one of them fails."""
-    return _build(specs, arch, variant, jobs, out)
+    from flashgen.runtime.cache import Cache
+
+    since_ns = time.time_ns()
+    chosen, cache = select(specs, arch, variant), Cache()
+    if out is None:
+        if sources_only:
+            raise SpecError("there is no folder to write sources to", where="--sources-only", allowed="with -o DIR")
+        return _output(_compiled(chosen, cache, jobs), cache)
+    from flashgen.codegen.spec import spec_path
+    from flashgen.runtime.build_folder import BuildFolder
+
+    folder = BuildFolder(out)
+    options = [f"--arch={name}" for name in arch or ()] + [f"--variant={glob}" for glob in variant or ()]
+
+    def write(kernels: list[Rendered]) -> None:
+        folder.write_sources(kernels, [spec_path(spec) for spec in specs], options, jobs, since_ns)
+
+    return _sources(chosen, folder, write) if sources_only else _filled(chosen, cache, jobs, folder, write)
+
+
+def _sources(chosen: list[Spec], folder: BuildFolder, write: Callable[[list[Rendered]], None]) -> Output:
+    from flashgen.runtime.build import rendered
+
+    kernels: list[Rendered] = []
+    with progress("rendering", len(chosen)) as step:
+        for spec in chosen:
+            step(len(kernels), spec.variant)
+            kernels.append(rendered(spec))
+    write(kernels)
+    return Output({"folder": str(folder.path), "kernels": folder.kernels()},
+                  [f"{len(folder.kernels())} sources and build.ninja in {folder.path}"])
+
+
+def _filled(chosen: list[Spec], cache: Cache, jobs: int | None, folder: BuildFolder,
+            write: Callable[[list[Rendered]], None]) -> Output:
+    """Sources first, so that ninja can go on where this process is ended; a bundle if every kernel compiles."""
+    written: list[Rendered] = []
+
+    def before(kernels: list[Rendered]) -> None:
+        write(kernels)
+        written.extend(kernels)
+
+    results = _compiled(chosen, cache, jobs, before)
+    failed = sum(bool(result.error) for result in results)
+    place = f"  no bundle at {folder.path}: {failed} of its kernels failed"
+    if written:
+        for result in results:
+            if result.entry:
+                folder.put(result.entry)
+        place += f"; ninja -C {folder.path} builds what is missing"
+    if not failed:
+        place = f"  kernels and build.ninja in {folder.write_manifest()}"
+    return _output(results, cache, None if failed else folder.path, place)
 
 
 def bundle(specs: SpecArguments,
            out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The bundle's folder.")],
            arch: Archs = None, variant: Variants = None, jobs: Jobs = None) -> Output:
     """Write a folder of compiled kernels that flashgen.load_bundle serves without a compiler."""
-    return _build(specs, arch, variant, jobs, out)
-
-
-def _build(files: list[str], archs: Sequence[str] | None, variants: Sequence[str] | None, jobs: int | None,
-           out: Path | None) -> Output:
-    from flashgen.runtime.build import build_specs
     from flashgen.runtime.cache import Cache
 
-    chosen, cache = select(files, archs, variants), Cache()
-    with progress("building", len(chosen)) as step:
-        results = build_specs(chosen, cache, jobs, lambda result, done, total: step(done, result.variant))
-    failed = [result for result in results if result.error]
-    written = None
-    if out is not None and not failed:
-        from flashgen.runtime.bundle import write_bundle
+    chosen, cache = select(specs, arch, variant), Cache()
+    results = _compiled(chosen, cache, jobs)
+    failed = sum(bool(result.error) for result in results)
+    if failed:
+        return _output(results, cache, None, f"  no bundle at {out}: {failed} of its kernels failed")
+    from flashgen.runtime.bundle import write_bundle
 
-        written = write_bundle([result.entry for result in results if result.entry], out)
+    written = write_bundle([result.entry for result in results if result.entry], out)
+    return _output(results, cache, written, f"  bundle {written}")
+
+
+def _compiled(chosen: list[Spec], cache: Cache, jobs: int | None,
+              before: Callable[[list[Rendered]], None] | None = None) -> list[BuildResult]:
+    from flashgen.runtime.build import build_specs
+
+    with progress("building", len(chosen)) as step:
+        return build_specs(chosen, cache, jobs, lambda result, done, total: step(done, result.variant), before=before)
+
+
+def _output(results: list[BuildResult], cache: Cache, bundle: Path | None = None, place: str = "") -> Output:
+    """The answer: a row for each variant, the errors, and where things are now."""
+    failed = [result for result in results if result.error]
     data = {"results": [result.to_json() | {"smem_bytes": _smem_bytes(result)} for result in results],
             "built": sum(not r.hit and not r.error for r in results), "hits": sum(r.hit for r in results),
-            "failed": len(failed), "cache": str(cache.directory or "") or None, "bundle": str(written or "") or None}
-    return Output(data, [*_rows(results), *_errors(failed), *_places(results, cache, out, written)],
+            "failed": len(failed), "cache": str(cache.directory or "") or None, "bundle": str(bundle or "") or None}
+    return Output(data, [*_rows(results), *_errors(failed), _cached(results, cache), *filter(None, [place])],
                   CompileError.exit_code if failed else 0)
 
 
@@ -98,16 +163,9 @@ def _errors(failed: list[BuildResult]) -> list[str]:
     return parts + ([f"error: {len(rest)} more failed: {', '.join(rest)}"] if rest else [])
 
 
-def _places(results: list[BuildResult], cache: Cache, out: Path | None, written: Path | None) -> list[str]:
-    failed = sum(bool(result.error) for result in results)
+def _cached(results: list[BuildResult], cache: Cache) -> str:
     if len(results) == 1 and results[0].path:
-        parts = [f"  in {results[0].path}"]
-    else:
-        hits = sum(result.hit for result in results)
-        parts = [f"{len(results) - hits - failed} built, {hits} from the cache, {failed} failed; "
-                 f"in {cache.directory or 'memory only'}"]
-    if written:
-        parts.append(f"  bundle {written}")
-    elif out is not None:
-        parts.append(f"  no bundle at {out}: {failed} of its kernels failed")
-    return parts
+        return f"  in {results[0].path}"
+    failed, hits = sum(bool(result.error) for result in results), sum(result.hit for result in results)
+    return (f"{len(results) - hits - failed} built, {hits} from the cache, {failed} failed; "
+            f"in {cache.directory or 'memory only'}")
