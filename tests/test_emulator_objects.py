@@ -21,7 +21,7 @@ from flashgen.runtime.emulator import objects
 from flashgen.runtime.emulator.kernel import EmulatedKernel
 
 KEY, DATA = "a" * 64, b"object" * 100
-HANG_S = 60
+HANG_S = 240
 
 
 class Builder:

@@ -13,7 +13,7 @@ from flashgen.cli.app import app
 from flashgen.cli.progress import TELL_S, Ticks, loading_torch, progress
 from flashgen.errors import EnvironmentError_
 
-LIMIT_S = 60.0  # a test that would wait longer fails
+LIMIT_S = 240.0  # a test that would wait longer fails
 
 
 class Turned(Ticks):

@@ -90,7 +90,7 @@ def test_doctor_starts_nothing_for_a_torch_that_is_not_installed(asked: list[str
 
 def test_doctor_asks_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No answer comes before all questions are asked, so that asking one after the other would break the barrier."""
-    together = threading.Barrier(len(doctor.ASKING), timeout=60)
+    together = threading.Barrier(len(doctor.ASKING), timeout=300)
 
     def ask(question: str) -> dict[str, Any]:
         together.wait()
