@@ -1,8 +1,8 @@
 """Source -> Cubin through NVRTC, in this process. Needs no GPU, driver, nvcc or header file.
 
 The bindings release the GIL while NVRTC works, so threads compile in parallel. A fork of this process waits for them:
-NVRTC's locks would be held for ever in the child. What NVRTC lets pass but flashgen
-does not (spills, serialised wgmma, an ignored setmaxnreg) is a CompileError here.
+locks of NVRTC, and of the library that reads the cubin, would be held for ever in the child. What NVRTC lets pass but
+flashgen does not (spills, serialised wgmma, an ignored setmaxnreg) is a CompileError here.
 """
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def compile_source(source: Source, *, plan: Plan) -> Cubin:
     options = compile_options(source)
     with _no_fork():
         image, log = _compile(source, plan, options)
-    resources = read_resources(image, log, source.entry)
+        resources = read_resources(image, log, source.entry)
     _check_resources(resources, source, plan, log)
     return Cubin(image, options, version_text(), log, resources)
 
@@ -111,7 +111,8 @@ def _compile(source: Source, plan: Plan, options: tuple[str, ...]) -> tuple[byte
                                          [text.encode() for _, text in source.headers],
                                          [name.encode() for name, _ in source.headers]))
     # Reading the cubin needs elftools; its import (40 ms) runs while NVRTC has released the GIL.
-    threading.Thread(target=importlib.import_module, args=("elftools.elf.elffile",), daemon=True).start()
+    reader = threading.Thread(target=importlib.import_module, args=("elftools.elf.elffile",), daemon=True)
+    reader.start()
     try:
         (status,) = api.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         log = _TIMING.sub("", _fetch(api.nvrtcGetProgramLogSize, api.nvrtcGetProgramLog, program)
@@ -121,11 +122,12 @@ def _compile(source: Source, plan: Plan, options: tuple[str, ...]) -> tuple[byte
             raise _refused(source, plan, status.name, log, ptx)
         return _fetch(api.nvrtcGetCUBINSize, api.nvrtcGetCUBIN, program), log
     finally:
+        reader.join()
         api.nvrtcDestroyProgram(program)
 
 
 _idle = threading.Condition()   # its lock is reentrant, so that a signal handler may fork anywhere
-_inside: list[int] = []         # threads that are in NVRTC
+_inside: list[int] = []         # threads that compile
 
 
 @contextmanager
@@ -142,7 +144,7 @@ def _no_fork() -> Iterator[None]:
 
 def _before_fork() -> None:
     _idle.acquire()
-    _idle.wait_for(lambda: set(_inside) <= {threading.get_ident()})  # its own: a signal handler, while NVRTC rests
+    _idle.wait_for(lambda: set(_inside) <= {threading.get_ident()})  # its own: a signal handler, while it rests
 
 
 def _in_child() -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -231,7 +232,7 @@ def test_head_dims_that_no_file_ships_compile_without_spills(variant: str, dims:
 
 
 FORK = """
-import os, threading
+import os, signal, threading
 from tiny import tiny
 from flashgen.runtime import nvrtc
 inside, finished, real = threading.Event(), [], nvrtc._compile
@@ -247,6 +248,7 @@ thread.start()
 inside.wait()
 pid = os.fork()
 if pid == 0:
+    signal.alarm(100)
     assert finished, "forked while a thread was in NVRTC"
     nvrtc.compile_source(source, plan=plan)
     os._exit(7)
@@ -260,3 +262,15 @@ def test_a_fork_waits_for_threads_that_compile() -> None:  # B119
     """NVRTC's locks, held at the fork, would be held for ever in the child: it would hang at its first kernel."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+
+
+def test_a_fork_waits_for_all_of_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library that reads a cubin holds locks as well (up to Python 3.11, those of cached properties)."""
+    seen = []
+    for name in ("_compile", "read_resources"):
+        real = getattr(nvrtc, name)
+        monkeypatch.setattr(nvrtc, name, lambda *arguments, real=real, **named: (
+            seen.append(threading.get_ident() in nvrtc._inside), real(*arguments, **named))[1])
+    plan, source = tiny()
+    nvrtc.compile_source(source, plan=plan)
+    assert seen == [True, True] and not nvrtc._inside
