@@ -40,7 +40,7 @@ def attend(spec: Spec, scores: Sequence[float], level: float = 0.0) -> None:
     inputs = inputs_of(spec, scores)
     with emulated_sms(5):
         out, lse = run_poisoned(inputs, spec=spec, lse=spec.lse)
-    judge(out, lse, inputs, level)
+    judge(out, lse, inputs, scores, level)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -78,8 +78,9 @@ def test_rows_beside_far_ones_keep_their_bits() -> None:
 @pytest.mark.parametrize("pattern", one_in(2, PATTERNS))
 @pytest.mark.parametrize("spec", [s for s in MLA_SPECS if s.pass_ == "decode"][:2], ids=lambda s: s.variant)
 def test_far_scores_of_mla(spec: Spec, pattern: str) -> None:
-    inputs = mla_inputs_of(spec, PATTERNS[pattern](200, spec.dtype))
+    scores = PATTERNS[pattern](200, spec.dtype)
+    inputs = mla_inputs_of(spec, scores)
     for sms in (1, 4):
         with emulated_sms(sms):
             out, lse = run_mla(inputs, spec=spec)
-        judge(out, lse, inputs)
+        judge(out, lse, inputs, scores)

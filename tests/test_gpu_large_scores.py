@@ -25,21 +25,24 @@ def _on_hopper(device: str) -> None:
 @pytest.mark.parametrize("spec", [*ORDINARY, shipped("fa2_fwd_bf16_d128_causal")], ids=lambda spec: spec.variant)
 def test_far_scores(spec: Spec, device: str) -> None:
     for pattern in PATTERNS.values():
-        inputs = inputs_of(spec, pattern(700, spec.dtype), device=device)
-        judge(*run_poisoned(inputs, spec=spec, lse=spec.lse), inputs)
+        scores = pattern(700, spec.dtype)
+        inputs = inputs_of(spec, scores, device=device)
+        judge(*run_poisoned(inputs, spec=spec, lse=spec.lse), inputs, scores)
 
 
 @pytest.mark.parametrize("level", SOFT)
 def test_weights_are_as_exact_as_the_scores(level: float, device: str) -> None:
     for variant in ("bf16_d64", "fp16_d128", "bf16_d256"):
         spec = shipped(f"fa3_fwd_{variant}", "sm_90a")
-        inputs = inputs_of(spec, [level + (j * 7 % 16) / 4 for j in range(700)], device=device)
-        judge(*run_poisoned(inputs, spec=spec), inputs, level)
+        scores = [level + (j * 7 % 16) / 4 for j in range(700)]
+        inputs = inputs_of(spec, scores, device=device)
+        judge(*run_poisoned(inputs, spec=spec), inputs, scores, level)
 
 
 @pytest.mark.parametrize("spec", [s for s in MLA_SPECS if s.pass_ == "decode" and s.head_dim_qk == 576],
                          ids=lambda spec: spec.variant)
 def test_far_scores_of_mla(spec: Spec, device: str) -> None:
     for pattern in PATTERNS.values():
-        inputs = mla_inputs_of(spec, pattern(3000, spec.dtype), device)
-        judge(*run_mla(inputs, spec=spec), inputs)
+        scores = pattern(3000, spec.dtype)
+        inputs = mla_inputs_of(spec, scores, device)
+        judge(*run_mla(inputs, spec=spec), inputs, scores)
