@@ -2,8 +2,8 @@
 
     python benchmarks/command_line.py
 
-Prints the least of five runs beside its target. The tests count the work instead (tests/test_cli.py): modules, files,
-processes and calls are the same on any machine.
+Prints the least of five runs beside its target. The tests count the work instead (tests/unit/test_cli.py): modules,
+files, processes and calls are the same on any machine.
 """
 from __future__ import annotations
 

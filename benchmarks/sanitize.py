@@ -21,17 +21,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashgen.codegen.lower import lower
+from flashgen.codegen.families.registry import lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import render
-from flashgen.codegen.spec import load_specs, shipped_spec_paths
+from flashgen.codegen.spec.spec import load_specs, shipped_spec_paths
 from flashgen.errors import VerifyError
-from flashgen.runtime.cache import Cache
-from flashgen.runtime.driver import api, check, device_facts
-from flashgen.runtime.kernel import Kernel
-from flashgen.runtime.lookup import archs_for
-from flashgen.runtime.mla_values import mla_values, schedule_values
-from flashgen.runtime.values import counter_words, is_persistent, launch_values, pointer_names
+from flashgen.runtime.compile.cache import Cache
+from flashgen.runtime.launch.driver import api, check, device_facts
+from flashgen.runtime.launch.kernel import Kernel
+from flashgen.runtime.launch.values import counter_words, is_persistent, launch_values, pointer_names
+from flashgen.runtime.ops.mla_decode.values import mla_values, schedule_values
+from flashgen.runtime.select.lookup import archs_for
 
 
 @dataclass(frozen=True)

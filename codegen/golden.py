@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashgen.codegen.lower import lower
+from flashgen.codegen.families.registry import lower
 from flashgen.codegen.render import render
-from flashgen.codegen.spec import Spec, load_specs, shipped_spec_paths, variant_spec_paths
+from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths, variant_spec_paths
 
 GENERATED = Path(__file__).resolve().parent.parent / "generated"
 GOLDEN_VARIANTS = ("window_sinks",)  # of those with expressions, one that has all kinds of parts

@@ -68,7 +68,7 @@ CTYPES: dict[str, CType] = {
     "bool_ptr": CType("const bool*", "Q", 8),
     "i64": CType("int64_t", "q", 8),
     "i32": CType("int32_t", "i", 4),
-    "divisor": CType("Divisor", "12s", 12, 4),  # an int32 by which the kernel divides: runtime/kernel.py
+    "divisor": CType("Divisor", "12s", 12, 4),  # an int32 by which the kernel divides: runtime/launch/kernel.py
     "f32": CType("float", "f", 4),
 }
 
@@ -130,7 +130,7 @@ class Launch:
     threads: Annotated[int, between(1, 1024)]          # at most, where the launch decides how many warpgroups multiply
     min_blocks_per_sm: Annotated[int, between(1, 32)]  # second argument of __launch_bounds__
     smem_bytes: Bytes
-    grid: str  # the rule, in words; the arithmetic is in runtime/values.py
+    grid: str  # the rule, in words; the arithmetic is in runtime/launch/values.py
     programmatic: bool = False  # may start while the kernel before it ends; it waits before it reads
 
 

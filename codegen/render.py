@@ -20,7 +20,7 @@ from flashgen.codegen.wgmma import render_wgmma
 from flashgen.errors import TemplateError
 
 if TYPE_CHECKING:
-    from flashgen.codegen.spec import Spec
+    from flashgen.codegen.spec.spec import Spec
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
@@ -44,7 +44,7 @@ def render(plan: Plan) -> Source:
     except jinja2.TemplateError as error:
         where = f"{getattr(error, 'filename', None) or plan.template}:{getattr(error, 'lineno', 0) or 0}"
         raise TemplateError(f"template does not render: {error.message}", where=where,
-                            next="pytest tests/test_templates.py checks all template rules") from error
+                            next="pytest tests/unit/test_templates.py checks all template rules") from error
     return source_of(plan, re.sub(r"\n{3,}", "\n\n", text).strip("\n") + "\n")
 
 
@@ -71,7 +71,9 @@ def _loops_of_mask(plan: Plan) -> tuple[KvLoop, ...]:
 
 def plan_and_source(spec: Spec) -> tuple[Plan, Source]:
     """Lowers and renders one variant. Raises PlanError or TemplateError."""
-    from flashgen.codegen.lower import lower  # whoever renders a ready plan needs no specs, hence no pydantic
+    from flashgen.codegen.families.registry import (
+        lower,  # whoever renders a ready plan needs no specs, hence no pydantic
+    )
 
     plan = lower(spec)
     return plan, render(plan)

@@ -13,30 +13,30 @@ from flashgen import errors, torch_hook
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from flashgen.codegen.explain import explain
-    from flashgen.codegen.spec import Spec, load_specs
-    from flashgen.runtime.block_map import block_map, unpack_bits
-    from flashgen.runtime.lookup import load_bundle, reload
-    from flashgen.runtime.mla import MlaSchedule, mla_decode, mla_schedule
-    from flashgen.runtime.ops import attention
-    from flashgen.runtime.variant import variant
+    from flashgen.codegen.explain.explain import explain
+    from flashgen.codegen.spec.spec import Spec, load_specs
+    from flashgen.runtime.ops.attention.block_map import block_map, unpack_bits
+    from flashgen.runtime.ops.attention.call import attention
+    from flashgen.runtime.ops.mla_decode.call import MlaSchedule, mla_decode, mla_schedule
+    from flashgen.runtime.select.lookup import load_bundle, reload
+    from flashgen.runtime.select.variant import variant
 
 __all__ = ["MlaSchedule", "Spec", "attention", "block_map", "errors", "explain", "load_bundle", "load_specs",
            "mla_decode", "mla_schedule", "reload", "unpack_bits", "variant"]
 
 _HOMES = {
-    "MlaSchedule": "flashgen.runtime.mla",
-    "Spec": "flashgen.codegen.spec",
-    "attention": "flashgen.runtime.ops",
-    "block_map": "flashgen.runtime.block_map",
-    "explain": "flashgen.codegen.explain",
-    "load_bundle": "flashgen.runtime.lookup",
-    "load_specs": "flashgen.codegen.spec",
-    "mla_decode": "flashgen.runtime.mla",
-    "mla_schedule": "flashgen.runtime.mla",
-    "reload": "flashgen.runtime.lookup",
-    "unpack_bits": "flashgen.runtime.block_map",
-    "variant": "flashgen.runtime.variant",
+    "MlaSchedule": "flashgen.runtime.ops.mla_decode.call",
+    "Spec": "flashgen.codegen.spec.spec",
+    "attention": "flashgen.runtime.ops.attention.call",
+    "block_map": "flashgen.runtime.ops.attention.block_map",
+    "explain": "flashgen.codegen.explain.explain",
+    "load_bundle": "flashgen.runtime.select.lookup",
+    "load_specs": "flashgen.codegen.spec.spec",
+    "mla_decode": "flashgen.runtime.ops.mla_decode.call",
+    "mla_schedule": "flashgen.runtime.ops.mla_decode.call",
+    "reload": "flashgen.runtime.select.lookup",
+    "unpack_bits": "flashgen.runtime.ops.attention.block_map",
+    "variant": "flashgen.runtime.select.variant",
 }
 
 

@@ -15,7 +15,7 @@ from flashgen.log import logger
 
 
 def register() -> None:
-    import flashgen.runtime.torch_ops  # noqa: F401
+    import flashgen.runtime.ops.torch_ops  # noqa: F401
 
 
 class _AfterTorch:

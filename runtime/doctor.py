@@ -130,7 +130,7 @@ def _compiler() -> Iterator[Finding]:
 
 def _specs() -> Iterator[Finding]:
     try:
-        from flashgen.codegen.spec import load_specs, shipped_spec_paths
+        from flashgen.codegen.spec.spec import load_specs, shipped_spec_paths
 
         paths = shipped_spec_paths()
         variants = sum(len(load_specs(path).specs) for path in paths)
@@ -143,7 +143,7 @@ def _specs() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    from flashgen.runtime.cache import Cache, default_directory, directory_trouble
+    from flashgen.runtime.compile.cache import Cache, default_directory, directory_trouble
 
     advice = "set FLASHGEN_CACHE_DIR to a directory that you alone can write; until then kernels live in memory"
     path = default_directory()
@@ -167,7 +167,7 @@ def _cache() -> Iterator[Finding]:
 
 
 def _bundles() -> Iterator[Finding]:
-    from flashgen.runtime.bundle import Bundle
+    from flashgen.runtime.select.bundle import Bundle
 
     paths = [path for path in os.environ.get("FLASHGEN_BUNDLE_PATH", "").split(os.pathsep) if path]
     if not paths:
@@ -231,13 +231,13 @@ ASKING = ("nvrtc", "driver", "torch")  # torch takes most of the time: 5 to 9 s 
 
 
 def _ask_nvrtc() -> dict[str, Any]:
-    from flashgen.runtime.nvrtc import supported_archs, version_text
+    from flashgen.runtime.compile.nvrtc import supported_archs, version_text
 
     return {"nvrtc": version_text(), "archs": supported_archs()}
 
 
 def _ask_driver() -> dict[str, Any]:
-    from flashgen.runtime.driver import api, check, device_facts
+    from flashgen.runtime.launch.driver import api, check, device_facts
 
     version = check(api().cuDriverGetVersion())
     devices = [device_facts(index) for index in range(check(api().cuDeviceGetCount()))]

@@ -20,7 +20,7 @@ from mla_kit import mla_by_reference
 from sampling import ROTATION
 
 import flashgen
-from flashgen.runtime import nvrtc
+from flashgen.runtime.compile import nvrtc
 from flashgen.runtime.emulator import toolchain
 
 TIME_LIMIT_S = 120        # of a GPU test: a kernel that hangs must not hold the run
@@ -115,7 +115,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Where GPU tests put their tensors: the CUDA device, or the CPU under --on-cpu."""
     if not request.config.stash[_on_cpu]:
         return "cuda"
-    from flashgen.runtime import verify  # here, so that tests of the build side run without it
+    from flashgen.runtime.verify import verify  # here, so that tests of the build side run without it
 
     monkeypatch.setattr(flashgen, "attention", attention_by_reference, raising=False)
     monkeypatch.setattr(flashgen, "mla_decode", mla_by_reference, raising=False)

@@ -13,7 +13,7 @@ from flashgen.cli.progress import loading_torch, progress
 from flashgen.errors import EnvironmentError_, SpecError, UnsupportedError
 
 if TYPE_CHECKING:
-    from flashgen.codegen.spec import Spec
+    from flashgen.codegen.spec.spec import Spec
 
 ALL_PEERS = "sdpa-fa2,sdpa-cudnn,flex,fa3,fa3-split,torch-varlen"  # bench_device.PEERS, which needs torch
 PURPOSE = ("bench times kernels", "flashgen explain gives the roofline without a GPU")
@@ -43,8 +43,8 @@ def bench(specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC...]",
     """Time kernels against peers on this machine's GPU; write JSON and a picture below DIR/<gpu>.
 
     Decodes are timed beside FlashMLA, and compared with the marks in benchmarks/marks."""
-    from flashgen.runtime.bench_mla import PEERS as MLA_PEERS
-    from flashgen.runtime.driver import need_device
+    from flashgen.runtime.launch.driver import need_device
+    from flashgen.runtime.ops.mla_decode.bench import PEERS as MLA_PEERS
 
     if not specs:
         return _bench_variants(problem_grid, peers, timer, out, rounds=rounds, given_commit=given_commit)
@@ -53,7 +53,7 @@ def bench(specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC...]",
     names = _names(peers, tuple(MLA_PEERS) if decodes else ALL_PEERS.split(","))
     need_device(*PURPOSE)
     with loading_torch():
-        from flashgen.runtime.bench_device import CudaDevice
+        from flashgen.runtime.measure.device import CudaDevice
     device = CudaDevice(timer, data)
     if overhead:
         return _overhead(device, out, given_commit)
@@ -63,10 +63,10 @@ def bench(specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC...]",
 
 def _bench_mla(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | None, out: Path, **options: Any
                ) -> Output:
-    from flashgen.runtime.bench import results_name, write_results
-    from flashgen.runtime.bench_cases import default_grid
-    from flashgen.runtime.bench_mla import bench as run
-    from flashgen.runtime.bench_mla import load_cases
+    from flashgen.runtime.measure.bench import results_name, write_results
+    from flashgen.runtime.ops.attention.cases import default_grid
+    from flashgen.runtime.ops.mla_decode.bench import bench as run
+    from flashgen.runtime.ops.mla_decode.bench import load_cases
 
     if device.data != "normal":
         raise UnsupportedError(f"data {device.data}", where="--data", allowed="normal, for decodes")
@@ -79,7 +79,7 @@ def _bench_mla(device: Any, specs: Sequence[Spec], peers: list[str], grid: str |
 
 def mla_tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
     """The rows beside the marks and the peers, the means, and who is missing."""
-    from flashgen.runtime.bench_mla import MlaCase, geomeans_by_heads
+    from flashgen.runtime.ops.mla_decode.bench import MlaCase, geomeans_by_heads
 
     def text(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:.{digits}f}"
@@ -121,9 +121,9 @@ def _names(peers: str, known: Sequence[str]) -> list[str]:
 
 def _bench_variants(grid: str | None, peers: str, timer: str, out: Path, **options: Any) -> Output:
     """A grid that lists variants, each beside FlexAttention and our own built-in masks."""
-    from flashgen.runtime.bench import write_results
-    from flashgen.runtime.bench_variants import PEERS, bench_variants, has_variants, load_variants, results_stem
-    from flashgen.runtime.driver import need_device
+    from flashgen.runtime.launch.driver import need_device
+    from flashgen.runtime.measure.bench import write_results
+    from flashgen.runtime.ops.attention.variants import PEERS, bench_variants, has_variants, load_variants, results_stem
 
     if grid is None or not has_variants(grid):
         raise SpecError("no SPEC, and no grid that lists variants", where="bench",
@@ -133,7 +133,7 @@ def _bench_variants(grid: str | None, peers: str, timer: str, out: Path, **optio
     cases = load_variants(grid)
     need_device(*PURPOSE)
     with loading_torch():
-        from flashgen.runtime.bench_flex import VariantDevice
+        from flashgen.runtime.ops.attention.flex import VariantDevice
     device = VariantDevice(grid, timer)
     with progress("timing", len(cases)) as step:
         results = bench_variants(device, cases, names, timer=timer, progress=step, **options,
@@ -159,10 +159,10 @@ def variant_tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | 
 
 
 def _bench(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | None, out: Path, **options: Any) -> Output:
-    from flashgen.runtime.bench import bench as run
-    from flashgen.runtime.bench import results_name, write_results
-    from flashgen.runtime.bench_cases import default_grid, load_grid
-    from flashgen.runtime.bench_plot import draw
+    from flashgen.runtime.measure.bench import bench as run
+    from flashgen.runtime.measure.bench import results_name, write_results
+    from flashgen.runtime.measure.plot import draw
+    from flashgen.runtime.ops.attention.cases import default_grid, load_grid
 
     family, pass_ = specs[0].family, specs[0].pass_
     cases = load_grid(grid or default_grid(family, pass_))
@@ -179,7 +179,7 @@ def _bench(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | Non
 
 def tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
     """The rows, the means, and who is missing."""
-    from flashgen.runtime.bench import case_of
+    from flashgen.runtime.measure.bench import case_of
 
     names = [name for name in peers if name not in results["absent"]]
     rows = [(row["case"]["variant"], case_of(row).shape, f"{row['ours_ms']:.4f}", f"{row['tflops']:.0f}",
@@ -194,7 +194,7 @@ def tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
 
 def _means(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Over all rows, by head dims where there are several, and the row that is worst for us."""
-    from flashgen.runtime.bench import case_of, geomeans, geomeans_by_head_dims, least
+    from flashgen.runtime.measure.bench import case_of, geomeans, geomeans_by_head_dims, least
 
     def text(means: dict[str, float]) -> str:
         return ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
@@ -208,8 +208,8 @@ def _means(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _overhead(device: Any, out: Path, given_commit: str | None) -> Output:
-    from flashgen.runtime.bench import document, write_results
-    from flashgen.runtime.bench_device import measure_overhead
+    from flashgen.runtime.measure.bench import document, write_results
+    from flashgen.runtime.measure.device import measure_overhead
 
     found = measure_overhead()
     results = document(device.facts(), given_commit, overhead=found)

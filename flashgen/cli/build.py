@@ -13,10 +13,10 @@ from flashgen.cli.progress import progress
 from flashgen.errors import CompileError, SpecError
 
 if TYPE_CHECKING:
-    from flashgen.codegen.spec import Spec
-    from flashgen.runtime.build import BuildResult, Rendered
-    from flashgen.runtime.build_folder import BuildFolder
-    from flashgen.runtime.cache import Cache
+    from flashgen.codegen.spec.spec import Spec
+    from flashgen.runtime.compile.build import BuildResult, Rendered
+    from flashgen.runtime.compile.build_folder import BuildFolder
+    from flashgen.runtime.compile.cache import Cache
 
 Jobs = Annotated[int | None, typer.Option(
     "--jobs", "-j", min=1, metavar="N", help="Worker processes; by default what CPUs and free memory allow.")]
@@ -35,7 +35,7 @@ def build(specs: SpecArguments, arch: Archs = None, variant: Variants = None, jo
           sources_only: Annotated[bool, typer.Option(
               "--sources-only", help="Write DIR without compiling: ninja -C DIR does the rest.")] = False) -> Output:
     """Compile variants into the cache. Needs no GPU. Exit code 5 if one of them fails."""
-    from flashgen.runtime.cache import Cache
+    from flashgen.runtime.compile.cache import Cache
 
     since_ns = time.time_ns()
     chosen, cache = select(specs, arch, variant), Cache()
@@ -43,8 +43,8 @@ def build(specs: SpecArguments, arch: Archs = None, variant: Variants = None, jo
         if sources_only:
             raise SpecError("there is no folder to write sources to", where="--sources-only", allowed="with -o DIR")
         return _output(_compiled(chosen, cache, jobs), cache)
-    from flashgen.codegen.spec import spec_path
-    from flashgen.runtime.build_folder import BuildFolder
+    from flashgen.codegen.spec.spec import spec_path
+    from flashgen.runtime.compile.build_folder import BuildFolder
 
     folder = BuildFolder(out)
     options = [f"--arch={name}" for name in arch or ()] + [f"--variant={glob}" for glob in variant or ()]
@@ -56,7 +56,7 @@ def build(specs: SpecArguments, arch: Archs = None, variant: Variants = None, jo
 
 
 def _sources(chosen: list[Spec], folder: BuildFolder, write: Callable[[list[Rendered]], None]) -> Output:
-    from flashgen.runtime.build import rendered
+    from flashgen.runtime.compile.build import rendered
 
     kernels: list[Rendered] = []
     with progress("rendering", len(chosen)) as step:
@@ -94,14 +94,14 @@ def bundle(specs: SpecArguments,
            out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The bundle's folder.")],
            arch: Archs = None, variant: Variants = None, jobs: Jobs = None) -> Output:
     """Write a folder of compiled kernels that flashgen.load_bundle serves without a compiler."""
-    from flashgen.runtime.cache import Cache
+    from flashgen.runtime.compile.cache import Cache
 
     chosen, cache = select(specs, arch, variant), Cache()
     results = _compiled(chosen, cache, jobs)
     failed = sum(bool(result.error) for result in results)
     if failed:
         return _output(results, cache, None, f"  no bundle at {out}: {failed} of its kernels failed")
-    from flashgen.runtime.bundle import write_bundle
+    from flashgen.runtime.select.bundle import write_bundle
 
     written = write_bundle([result.entry for result in results if result.entry], out)
     return _output(results, cache, written, f"  bundle {written}")
@@ -109,7 +109,7 @@ def bundle(specs: SpecArguments,
 
 def _compiled(chosen: list[Spec], cache: Cache, jobs: int | None,
               before: Callable[[list[Rendered]], None] | None = None) -> list[BuildResult]:
-    from flashgen.runtime.build import build_specs
+    from flashgen.runtime.compile.build import build_specs
 
     with progress("building", len(chosen)) as step:
         return build_specs(chosen, cache, jobs, lambda result, done, total: step(done, result.variant), before=before)

@@ -13,7 +13,7 @@ from flashgen.cli.common import Output, Table, command
 from flashgen.errors import EnvironmentError_
 
 if TYPE_CHECKING:
-    from flashgen.runtime.cache import Cache, CacheItem
+    from flashgen.runtime.compile.cache import Cache, CacheItem
 
 MB = 10**6
 DAY_S = 86400.0
@@ -65,7 +65,7 @@ def clear() -> Output:
 
 
 def _cache() -> Cache:
-    from flashgen.runtime.cache import Cache, default_directory, directory_trouble
+    from flashgen.runtime.compile.cache import Cache, default_directory, directory_trouble
 
     trouble = directory_trouble(default_directory())
     if trouble is not None:

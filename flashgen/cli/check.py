@@ -10,7 +10,7 @@ from flashgen.cli.common import Archs, Output, SpecArgument, Variants, command, 
 from flashgen.errors import EnvironmentError_, UnsupportedError
 
 if TYPE_CHECKING:
-    from flashgen.codegen.check import Check
+    from flashgen.codegen.explain.check import Check
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +27,7 @@ def check(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
           png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Also draw the tiles there.")] = None,
           ) -> Output:
     """Show what a spec's expressions mean: types, folding, CUDA, and the tiles that the mask visits. Builds nothing."""
-    from flashgen.codegen.check import check as check_spec
+    from flashgen.codegen.explain.check import check as check_spec
 
     chosen = select([spec], arch, variant)
     if chosen[0].family == "flashmla":
@@ -71,7 +71,7 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME", help="Of the spec: t
             "A shipped spec or variant, or a spec file: its family, and its expressions if it has such."))] = "fa3_fwd",
         ) -> Output:
     """Write a commented spec to start from, in this folder. Never over a file that is there."""
-    from flashgen.codegen.starter import starter
+    from flashgen.codegen.spec.starter import starter
 
     path, text = Path(f"{name}.yaml"), starter(name, base)
     try:

@@ -19,7 +19,7 @@ from flashgen.codegen.target import TARGETS
 from flashgen.errors import EnvironmentError_, FlashgenError, SpecError, of_os
 
 if TYPE_CHECKING:
-    from flashgen.codegen.spec import Spec
+    from flashgen.codegen.spec.spec import Spec
 
 SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="A spec file, or the name of a shipped one.")]
 SpecArguments = Annotated[list[str], typer.Argument(metavar="SPEC...", help="Spec files, or names of shipped ones.")]
@@ -107,7 +107,7 @@ def command(app: typer.Typer, function: Callable[..., Output], name: str | None 
 
 def _refusal(error: FlashgenError, as_json: bool) -> Output:
     """What --json answers with; the text goes to standard error."""
-    from flashgen.runtime.build import error_json
+    from flashgen.runtime.compile.build import error_json
 
     if not as_json:
         print(f"error: {error}", file=sys.stderr)
@@ -135,7 +135,7 @@ def to_stdout() -> Iterator[None]:
 def select(files: Sequence[str], archs: Sequence[str] | None = None, variants: Sequence[str] | None = None
            ) -> list[Spec]:
     """The variants of spec files that --arch and --variant leave. SpecError if one of these matches nothing."""
-    from flashgen.codegen.spec import load_specs, spec_path
+    from flashgen.codegen.spec.spec import load_specs, spec_path
 
     specs = [spec for file in files for spec in load_specs(spec_path(file)).specs]
     present = sorted({spec.arch for spec in specs})

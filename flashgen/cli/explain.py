@@ -9,9 +9,9 @@ from flashgen.cli.common import Archs, Output, SpecArgument, Variants, command, 
 from flashgen.errors import EnvironmentError_
 
 if TYPE_CHECKING:
-    from flashgen.codegen.explain import Explanation
-    from flashgen.codegen.explain_mla import DecodeExplanation
-    from flashgen.codegen.spec import Spec
+    from flashgen.codegen.explain.explain import Explanation
+    from flashgen.codegen.explain.mla import DecodeExplanation
+    from flashgen.codegen.spec.spec import Spec
 
 
 def register(app: typer.Typer) -> None:
@@ -22,9 +22,9 @@ def explain(spec: SpecArgument, arch: Archs = None, variant: Variants = None, pr
         "--problem", metavar="SIZES", help='Sizes of the call, such as "batch=2 seqlen_q=8192 num_heads_q=16". '
         "Names: batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, window=left,right.")] = "") -> Output:
     """Show one variant's plan, memory, work and roofline. Needs no GPU, and no compiler."""
-    from flashgen.codegen.explain import explain as explain_spec
-    from flashgen.codegen.explain import typical
-    from flashgen.codegen.explain_counts import parse_shape
+    from flashgen.codegen.explain.counts import parse_shape
+    from flashgen.codegen.explain.explain import explain as explain_spec
+    from flashgen.codegen.explain.explain import typical
 
     specs = select([spec], arch, variant)
     chosen = typical(specs)
@@ -34,9 +34,9 @@ def explain(spec: SpecArgument, arch: Archs = None, variant: Variants = None, pr
 
 def _launched(explanation: Explanation | DecodeExplanation) -> str:
     """The blocks of an fa3 launch, which may have fewer rows than the plan's."""
-    from flashgen.codegen.explain_counts import Shape
+    from flashgen.codegen.explain.counts import Shape
     from flashgen.codegen.warpgroup import WARPGROUP_ROWS
-    from flashgen.runtime.values import launch_values
+    from flashgen.runtime.launch.values import launch_values
 
     plan, shape = explanation.plan, explanation.shape
     if plan.family != "fa3":
@@ -59,8 +59,8 @@ def _launched(explanation: Explanation | DecodeExplanation) -> str:
 def _served(spec: Spec) -> str:
     """Which kernel flashgen.attention takes for calls that this one serves, and why not one of a faster family."""
     from flashgen.codegen.target import TARGETS
-    from flashgen.runtime.lookup import Wanted, why
-    from flashgen.runtime.selector import selector
+    from flashgen.runtime.select.lookup import Wanted, why
+    from flashgen.runtime.select.selector import selector
 
     if spec.pass_ == "decode":
         return "flashgen.mla_decode takes it by dtype, head_dim_qk, kv_layout and page size"
@@ -75,9 +75,9 @@ def _registers(spec: Spec) -> int | None:
     """Registers per thread of the cached build. None without one, and where there is no NVRTC to name its key."""
     import warnings
 
-    from flashgen.codegen.lower import lower
+    from flashgen.codegen.families.registry import lower
     from flashgen.codegen.render import render
-    from flashgen.runtime.cache import Cache
+    from flashgen.runtime.compile.cache import Cache
 
     plan = lower(spec)
     try:

@@ -12,7 +12,7 @@ from flashgen.cli.common import Archs, Output, Table, Variants, command, select
 from flashgen.errors import EnvironmentError_
 
 if TYPE_CHECKING:
-    from flashgen.codegen.spec import Spec
+    from flashgen.codegen.spec.spec import Spec
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 def list_(spec: Annotated[str | None, typer.Argument(metavar="[SPEC]", help="List the variants of this one.")] = None,
           arch: Archs = None, variant: Variants = None) -> Output:
     """List the shipped spec files, or the variants of one spec. Needs neither torch nor a GPU."""
-    from flashgen.codegen.spec import load_specs, shipped_spec_paths, variant_spec_paths
+    from flashgen.codegen.spec.spec import load_specs, shipped_spec_paths, variant_spec_paths
 
     if spec is not None:
         return _variants(select([spec], arch, variant))
@@ -62,7 +62,7 @@ def _unique(values: Iterable) -> list:
 def schema(out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it there.")] = None,
            docs: Annotated[bool, typer.Option("--docs", help="The page specs/README.md instead.")] = False) -> Output:
     """Print the JSON schema of spec files for editors, or the page that documents their fields."""
-    from flashgen.codegen.spec import fields_markdown, json_schema
+    from flashgen.codegen.spec.spec import fields_markdown, json_schema
 
     data = {"markdown": fields_markdown()} if docs else json_schema()
     text = data["markdown"].rstrip("\n") if docs else json.dumps(data, indent=1)

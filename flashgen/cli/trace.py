@@ -24,8 +24,8 @@ def trace(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
               "--out", "-o", metavar="FILE", help="The page (HTML), or a picture if it ends in .png."
           )] = Path("trace.html")) -> Output:
     """Draw what the warps of one block do and wait for, from a run on the emulator. Needs a C++ compiler, no GPU."""
-    from flashgen.codegen.explain import typical
-    from flashgen.codegen.explain_counts import parse_shape
+    from flashgen.codegen.explain.counts import parse_shape
+    from flashgen.codegen.explain.explain import typical
 
     chosen, sizes = typical(select([spec], arch, variant)), parse_shape(problem)
     with loading_torch():

@@ -15,9 +15,9 @@ from flashgen.cli.progress import loading_torch, progress
 from flashgen.errors import UnsupportedError, VerifyError
 
 if TYPE_CHECKING:
-    from flashgen.codegen.candidates import Candidates, Dropped
-    from flashgen.codegen.spec import Spec
-    from flashgen.runtime.tune import Fault, Tuning
+    from flashgen.codegen.explain.candidates import Candidates, Dropped
+    from flashgen.codegen.spec.spec import Spec
+    from flashgen.runtime.measure.tune import Fault, Tuning
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +34,7 @@ def tune(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
          rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Timings behind each median.")] = 15,
          jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, metavar="N", help="Compilers.")] = None,
          write: Annotated[tuple[str, Path] | None, typer.Option("--write", metavar="table|spec PATH", help=(
-             "Write the winner to a new file: as a row for codegen/tiles.py, or as a spec."))] = None,
+             "Write the winner to a new file: as a row for codegen/families/shared/tiles.py, or as a spec."))] = None,
          dry_run: Annotated[bool, typer.Option("--dry-run", help=(
              "List the candidates with the model's figures. Needs no GPU, and no compiler."))] = False) -> Output:
     """Time the tiles that fit one dense variant on this machine's GPU; exit code 7 if one computes a wrong result.
@@ -48,7 +48,7 @@ def tune(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
         return _dry_run(_candidates(specs, None, problem, limit), len(specs), top)
     device = _device()
     found = _candidates(specs, device.archs(), problem, limit)
-    from flashgen.runtime.tune import tune as run
+    from flashgen.runtime.measure.tune import tune as run
 
     tuning = run(device, found, rounds=rounds, jobs=jobs, phase=progress)
     written, parts = _written(tuning, write, select([spec]), jobs) if write else ({}, [])
@@ -57,7 +57,7 @@ def tune(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
 
 
 def _check_write(write: tuple[str, Path], dry_run: bool) -> None:
-    from flashgen.runtime.tune_write import KINDS, refuse_existing
+    from flashgen.runtime.measure.tune_write import KINDS, refuse_existing
 
     kind, path = write
     if kind not in KINDS:
@@ -69,19 +69,19 @@ def _check_write(write: tuple[str, Path], dry_run: bool) -> None:
 
 
 def _device() -> Any:
-    from flashgen.runtime.driver import need_device
+    from flashgen.runtime.launch.driver import need_device
 
     need_device("tune times kernels", "--dry-run lists the candidates with the model's figures")
     with loading_torch():
-        from flashgen.runtime.bench_device import CudaDevice
+        from flashgen.runtime.measure.device import CudaDevice
     return CudaDevice()
 
 
 def _candidates(specs: Sequence[Spec], archs: Sequence[str] | None, problems: list[str] | None, limit: int | None
                 ) -> Candidates:
     """Of the most ordinary dense variant among `specs`, for a target among `archs` if these are given."""
-    from flashgen.codegen.candidates import MAX_CANDIDATES, candidates, shapes_of
-    from flashgen.codegen.explain import typical
+    from flashgen.codegen.explain.candidates import MAX_CANDIDATES, candidates, shapes_of
+    from flashgen.codegen.explain.explain import typical
 
     dense = [spec for spec in specs if spec.kv_layout == "dense"]
     if not dense:
@@ -130,7 +130,7 @@ def _dry_run(found: Candidates, variants: int, top: int) -> Output:
 
 
 def _report(tuning: Tuning, top: int) -> list[str | Table]:
-    from flashgen.runtime.tune import NOISE
+    from flashgen.runtime.measure.tune import NOISE
 
     columns = ("tile", *(f">{case.label}" for case in tuning.cases), ">speed / present", "")
     rows = []
@@ -160,8 +160,8 @@ def _unbuilt(faults: Sequence[Fault]) -> list[str]:
 def _written(tuning: Tuning, write: tuple[str, Path], others: Sequence[Spec], jobs: int | None
              ) -> tuple[dict[str, Any], list[str | Table]]:
     """(what --json adds, what is printed)."""
-    from flashgen.runtime import tune_write as writer
-    from flashgen.runtime.tune import build, unbuilt
+    from flashgen.runtime.measure import tune_write as writer
+    from flashgen.runtime.measure.tune import build, unbuilt
 
     kind, path = write
     text = writer.spec_text(tuning) if kind == "spec" else writer.table_text(tuning)

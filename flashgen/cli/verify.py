@@ -12,7 +12,7 @@ from flashgen.cli.progress import loading_torch, progress
 from flashgen.errors import VerifyError
 
 if TYPE_CHECKING:
-    from flashgen.runtime.verify import Result
+    from flashgen.runtime.verify.verify import Result
 
 SHOWN_FAILURES = 5
 
@@ -30,11 +30,11 @@ def verify(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
     """Check every variant for this machine's GPU against an fp64 reference. Exit code 7 if one fails."""
     specs = select([spec], arch, variant)
     if not emulate:
-        from flashgen.runtime.driver import need_device
+        from flashgen.runtime.launch.driver import need_device
 
         need_device("verify runs kernels", "--emulate runs them on the CPU")
     with loading_torch():
-        from flashgen.runtime.verify import verify_spec
+        from flashgen.runtime.verify.verify import verify_spec
     results: list[Result] = []
     for one in range(seed, seed + seeds):
         with progress(f"verifying, seed {one}", len(specs)) as step:

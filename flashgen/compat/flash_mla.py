@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.arguments import flag, require_tensors
-from flashgen.runtime.mla import MlaSchedule, mla_decode, mla_schedule
+from flashgen.runtime.ops.arguments import flag, require_tensors
+from flashgen.runtime.ops.mla_decode.call import MlaSchedule, mla_decode, mla_schedule
 
 
 class MetadataError(UnsupportedError, AssertionError):

@@ -1,4 +1,4 @@
-"""A kernel on the emulator: the interface of runtime/kernel.py over CPU tensors instead of device pointers."""
+"""A kernel on the emulator: the interface of runtime/launch/kernel.py over CPU tensors instead of device pointers."""
 from __future__ import annotations
 
 import ctypes
@@ -31,9 +31,9 @@ from flashgen.runtime.emulator.costs import costs
 from flashgen.runtime.emulator.report import WARP_SIZE, TensorView, fault_error, site
 from flashgen.runtime.emulator.schedule import collect, current_schedule
 from flashgen.runtime.emulator.toolchain import compile_kernel
-from flashgen.runtime.kernel import pack_params
-from flashgen.runtime.tensor_map import MapShape, map_shapes
-from flashgen.runtime.values import pointer_names
+from flashgen.runtime.launch.kernel import pack_params
+from flashgen.runtime.launch.tensor_map import MapShape, map_shapes
+from flashgen.runtime.launch.values import pointer_names
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashgen.errors import EnvironmentError_
-from flashgen.runtime.cache import default_directory, directory_trouble, held
-from flashgen.runtime.entry import trusted
+from flashgen.runtime.compile.cache import default_directory, directory_trouble, held
+from flashgen.runtime.compile.entry import trusted
 
 LOCK_TIMEOUT_S = 120.0   # as long as a compiler may take; then compile anyway
 DIGEST_BYTES = hashlib.sha256().digest_size

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from flashgen.codegen.explain_counts import Shape
-from flashgen.codegen.lower import lower
+from flashgen.codegen.explain.counts import Shape
+from flashgen.codegen.families.registry import lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import render
-from flashgen.codegen.spec import Spec
+from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.emulator.kernel import Statistics, emulated_sms
 from flashgen.runtime.emulator.report import site
 from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
-from flashgen.runtime.problem import Problem
+from flashgen.runtime.ops.attention.problem import Problem
 
 KINDS = ("arithmetic", "exponentials", "tensor cores", "fragments", "shuffles", "copies", "waits")  # Kind of trace.h
 WAITS = KINDS.index("waits")
@@ -174,8 +174,8 @@ def _attention(spec: Spec, shape: Shape) -> list[Statistics]:
 def _decode(spec: Spec, shape: Shape) -> list[Statistics]:
     """On as many SMs as a request has blocks of rows: none is cut, whose parts would have to be resident together."""
     import flashgen
-    from flashgen.runtime.mla_problem import MlaProblem
-    from flashgen.runtime.mla_values import row_blocks
+    from flashgen.runtime.ops.mla_decode.problem import MlaProblem
+    from flashgen.runtime.ops.mla_decode.values import row_blocks
 
     inputs = MlaProblem((shape.seqlen_kv,) * shape.batch, shape.num_heads_q, shape.seqlen_q, spec.page_size,
                         spec.head_dim_qk, dtype=spec.dtype).make_inputs()

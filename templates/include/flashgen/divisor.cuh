@@ -1,5 +1,5 @@
 // Division by a number that the host knows: three instructions instead of some twenty-five, which also take the compiler's
-// time. The host works the multiplier out (runtime/kernel.py). Granlund and Montgomery, Division by Invariant Integers
+// time. The host works the multiplier out (runtime/launch/kernel.py). Granlund and Montgomery, Division by Invariant Integers
 // using Multiplication, PLDI 1994, theorem 4.2.
 #pragma once
 #include "flashgen/prelude.cuh"

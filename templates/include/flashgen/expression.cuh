@@ -1,4 +1,4 @@
-// What score and mask expressions call (codegen/expr_print.py). Everything here is total: nothing traps.
+// What score and mask expressions call (codegen/expr/cuda.py). Everything here is total: nothing traps.
 #pragma once
 #include "flashgen/ptx/math.cuh"
 

@@ -1,5 +1,5 @@
 // Intervals of ints and what conditions on them can be: a mask's expression over all positions of a tile at once
-// (codegen/expr_tiles.py). Never too small: what a position can give lies in the interval, and more may.
+// (codegen/expr/tiles.py). Never too small: what a position can give lies in the interval, and more may.
 #pragma once
 #include "flashgen/expression.cuh"
 

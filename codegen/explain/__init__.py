@@ -1,0 +1,1 @@
+"""What a spec, its plan and its kernel cost and do, told without a GPU."""

@@ -1,0 +1,362 @@
+"""Candidate tiles of a variant for `flashgen tune`: a grid, what of it fits, and a model that orders the rest. Pure.
+
+A candidate is the variant's spec with every tile field spelled out, and the plan that lower() makes of it, so whatever
+lower() and verify() refuse (registers, shared memory, threads, rules of the spec) is never proposed. What the spec sets
+itself stays as it is and narrows the grid. Whatever is dropped is counted under its reason.
+
+The model counts clocks of one SM, averaged over the SMs of the target's card, for each problem:
+
+- tensor cores: products of whole tiles, so that rows and keys past the end and hidden keys of masked tiles count;
+- exponential unit and issue slots: of the scores of those tiles, at the rates of counts.py;
+- shared memory: operands read by each wgmma or ldmatrix, and tiles written by the copies, at 128 bytes per clock;
+- L2: k and v once per query tile, q and out once, at 32 bytes per clock and SM.
+
+All are multiplied by the share of SMs that idle in the last round, where the kernel neither cuts tiles along the keys
+nor begins with the longest. The slowest unit is the candidate's floor. Candidates whose floor is more than 25 % above
+the best candidate's are dropped under the name of that unit. Of the others the prediction decides the order: the
+floor, plus what the other units need, of which 1/actors shows (actors: warpgroups, or warps per scheduler, at most 3),
+plus latencies that nothing hides: of each key tile's trip, of loads that the stages do not cover, of each query tile's
+start. The latencies are rough: they order candidates, and forecast nothing. Schedules are told apart by timing alone.
+Over several problems the geometric mean counts.
+"""
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.codegen.explain.counts import (
+    EXP2_PER_CLOCK,
+    INSTRUCTIONS_PER_CLOCK,
+    INSTRUCTIONS_PER_SCORE,
+    TENSOR_FLOPS_PER_CLOCK,
+    Shape,
+    parse_shape,
+)
+from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.shared.params import overridden
+from flashgen.codegen.families.shared.tiles import TileRow, find_tile, kernel_kind
+from flashgen.codegen.mask import TileCounts, tile_counts, visible_pairs
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.slots import mask_choice
+from flashgen.codegen.smem import ELEMENT_BYTES
+from flashgen.codegen.spec.spec import Roles, Spec, Tile
+from flashgen.codegen.target import TARGETS
+from flashgen.codegen.warpgroup import MAX_WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_WARPS
+from flashgen.errors import FlashgenError, PlanError, SpecError, UnsupportedError
+
+MAX_CANDIDATES = 128              # every row timed so far is among the first 110
+SLACK = 1.25                      # a floor this much above the best one is not worth a compilation
+MMA_SYNC_FLOPS_PER_CLOCK = 2620   # an H200's, measured (docs/fa2.md); older cards have less and want shared memory less
+SMEM_BYTES_PER_CLOCK = 128
+L2_BYTES_PER_CLOCK = 32           # of an SM while all of them read
+TRIP_CLOCKS = 100                 # of a key tile: barriers, reductions over a row, the first product's latency
+LOAD_CLOCKS = 1000                # from the request of a tile to its arrival
+START_CLOCKS = 1500               # of a query tile: its queries' way in and its output's way out
+SCHEDULERS = 4                    # of an SM
+MAX_ACTORS = 3                    # more of them fill no gaps: chosen so that the timed rows of tiles.py rank high
+TOKENS, HIDDEN, SEQLENS = 16384, 2048, (512, 2048, 8192)  # of the default problems
+DEFAULT_WINDOW = (1024, 0)        # of those, for variants with a window
+
+_KEYS = tuple(range(32, 257, 16))
+_STAGES = (2, 3, 4, 5)
+_WARPGROUPS = tuple(range(1, MAX_WARPGROUPS + 1))
+# The axes of each family. fa3: four warps for every 64 rows, so `warps` follows m.
+GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "fa2": {"m": (64, 128, 192, 256), "n": _KEYS, "warps": (4, 8), "stages": _STAGES, "blocks_per_sm": (1, 2, 3, 4),
+            "q_operand": ("shared", "registers")},
+    "fa3": {"m": tuple(WARPGROUP_ROWS * count for count in _WARPGROUPS), "n": _KEYS, "stages": _STAGES,
+            "q_stages": (1, 2), "p_operand": ("registers", "shared"), "schedule": ("overlap", "pingpong")},
+}
+# What a refusal is counted under, by a word of its text; the first that occurs.
+_REFUSALS = {"registers": "more registers than a thread has", "shared memory": "more shared memory than there is",
+             "threads": "more threads than fit", "fragments": "query rows that the warps cannot share out",
+             "pingpong": "turns of a single warpgroup", "p_operand": "key tiles that panels of weights do not divide"}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tile fields of a spec; None where the family has no such field."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    blocks_per_sm: int | None = None
+    q_operand: str | None = None
+    q_stages: int | None = None
+    p_operand: str | None = None
+    schedule: str | None = None
+
+    def __str__(self) -> str:
+        more = (f"{self.blocks_per_sm} blocks, q in {self.q_operand}" if self.q_operand
+                else f"{self.q_stages} query stages, p in {self.p_operand}, {self.schedule}")
+        return f"{self.m} x {self.n}, {self.warps} warps, {self.stages} stages, {more}"
+
+    def applied_to(self, spec: Spec) -> Spec:
+        """The spec with these fields explicit. SpecError where they break its rules."""
+        return spec.with_(tile=Tile(m=self.m, n=self.n), roles=Roles(mma=self.warps), stages=self.stages,
+                          blocks_per_sm=self.blocks_per_sm, q_operand=self.q_operand, q_stages=self.q_stages,
+                          p_operand=self.p_operand, schedule=self.schedule)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Clocks of an SM, geometric means over the problems."""
+
+    floor: float
+    predicted: float
+    bound: str      # the unit that is the floor of most of the work
+    issued: float   # scores of whole tiles over visible pairs
+    idle: float     # SM time over SM time at work, from the last round
+
+
+@dataclass(frozen=True)
+class Candidate:
+    tiling: Tiling
+    spec: Spec
+    plan: Plan
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Dropped:
+    reason: str
+    count: int
+    example: str
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """`kept` in the order of the model's prediction. `present`, what the variant gets today, is among them whatever the
+    model says; it is None, with `present_error`, where it does not fit. `considered` = kept + all dropped."""
+
+    spec: Spec
+    shapes: tuple[Shape, ...]
+    considered: int
+    kept: tuple[Candidate, ...]
+    dropped: tuple[Dropped, ...]
+    present: Candidate | None
+    present_error: str = ""
+
+
+class _Drops:
+    """Counts by reason, with the first of each as an example."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[str]] = {}
+
+    def add(self, reason: str, example: str) -> None:
+        self._found.setdefault(reason, []).append(example)
+
+    def all(self) -> tuple[Dropped, ...]:
+        rows = [Dropped(reason, len(examples), examples[0]) for reason, examples in self._found.items()]
+        return tuple(sorted(rows, key=lambda row: -row.count))
+
+
+def default_shapes(spec: Spec) -> tuple[Shape, ...]:
+    """16k tokens of hidden size 2048 in short, middling and long sequences."""
+    heads = max(1, HIDDEN // spec.head_dim_qk)
+    window = DEFAULT_WINDOW if spec.window else (-1, -1)
+    return tuple(Shape(TOKENS // length, length, length, heads, heads, window) for length in SEQLENS)
+
+
+def shapes_of(spec: Spec, problems: Sequence[str]) -> tuple[Shape, ...]:
+    """The problems of a command line, in the words of `explain`; the default ones if there are none."""
+    shapes = tuple(dict.fromkeys(Shape.of(**parse_shape(text)) for text in problems)) or default_shapes(spec)
+    for shape in shapes:
+        if shape.window != (-1, -1) and not spec.window:
+            raise UnsupportedError(f"window is {shape.window}, and {spec.variant} has none", where="problem",
+                                   allowed="a variant with `window: true`")
+        if not visible_pairs(shape.seqlen_q, shape.seqlen_kv, _window(spec, shape)):
+            raise UnsupportedError(f"no query of {shape} sees a key", where="problem")
+    return shapes
+
+
+def candidates(spec: Spec, shapes: Sequence[Shape], limit: int = MAX_CANDIDATES) -> Candidates:
+    """What of the grid fits, at most `limit`, the present tile among them. PlanError if nothing fits."""
+    drops, fitting = _Drops(), []
+    grid, own = list(tilings(spec)), present_tiling(spec)
+    present = _candidate(spec, own, shapes)
+    for tiling in grid:
+        found = _candidate(spec, tiling, shapes) if tiling != own else present
+        if isinstance(found, FlashgenError):
+            drops.add(_refusal(found), f"{tiling}: {found.what}")
+        elif tiling != own:
+            fitting.append(found)
+    there = [present] if isinstance(present, Candidate) else []
+    if not fitting and not there:
+        raise PlanError(f"none of {len(grid)} tiles fits {spec.variant} on {spec.arch}", where=spec.variant,
+                        details="\n".join(f"  {row.count}: {row.reason}, such as {row.example}" for row in drops.all()))
+    best = min(c.estimate.floor for c in (*fitting, *there))
+    near = _by_prediction(_near(fitting, best, drops))
+    room = max(0, limit - len(there))
+    for late in near[room:]:
+        drops.add(f"behind the {limit} that the model puts first", str(late.tiling))
+    return Candidates(spec, tuple(shapes), len(grid) + bool(there and own not in grid),
+                      tuple(_by_prediction([*near[:room], *there])), drops.all(),
+                      there[0] if there else None, "" if there else str(present))
+
+
+def tilings(spec: Spec) -> Iterator[Tiling]:
+    """The grid of the spec's family, narrowed to what the spec sets. PlanError for a family that has one tile."""
+    if spec.family not in GRIDS:
+        raise PlanError(f"family {spec.family} has one tile", where=spec.variant, allowed=", ".join(GRIDS))
+    axes = {name: _fixed(spec).get(name, values) for name, values in GRIDS[spec.family].items()}
+    for values in itertools.product(*axes.values()):
+        tiling = dict(zip(axes, values, strict=True))
+        warps = _fixed(spec).get("warps", (tiling["m"] // WARPGROUP_ROWS * WARPGROUP_WARPS,))[0]
+        yield Tiling(**{"warps": warps, **tiling})
+
+
+def present_row(spec: Spec) -> TileRow:
+    """The row of the table that serves the variant. PlanError without one."""
+    row = find_tile(spec.family, spec.arch, mask_choice(spec.causal, spec.window), spec.head_dim_qk, spec.head_dim_v,
+                    kernel_kind(spec.split, spec.pack_gqa))
+    if row is None:
+        raise PlanError(f"no {spec.family} tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {spec.arch}",
+                        where=spec.variant, next="add a row to codegen/families/shared/tiles.py to tune from")
+    return row
+
+
+def present_tiling(spec: Spec) -> Tiling:
+    """What the variant gets today: the table's row, with the spec's own fields in place."""
+    row = overridden(spec, present_row(spec))
+    own = ({"blocks_per_sm": row.blocks_per_sm, "q_operand": row.q_operand} if spec.family == "fa2" else
+           {"q_stages": row.q_stages, "p_operand": row.p_operand, "schedule": spec.schedule or row.schedule})
+    return Tiling(row.m, row.n, row.warps, row.stages, **own)  # type: ignore[arg-type]
+
+
+def _fixed(spec: Spec) -> dict[str, tuple[Any, ...]]:
+    """The axes that the spec sets itself, each with its one value."""
+    values = {name: getattr(spec, name)
+              for name in ("stages", "blocks_per_sm", "q_operand", "q_stages", "p_operand", "schedule")}
+    if spec.tile is not None:
+        values |= {"m": spec.tile.m, "n": spec.tile.n}
+    if spec.roles is not None:
+        values["warps"] = spec.roles.mma
+    return {name: (value,) for name, value in values.items() if value is not None}
+
+
+def _candidate(spec: Spec, tiling: Tiling, shapes: Sequence[Shape]) -> Candidate | FlashgenError:
+    try:
+        explicit = tiling.applied_to(spec)
+        plan = lower(explicit)
+    except (SpecError, PlanError) as error:
+        return error
+    return Candidate(tiling, explicit, plan, estimate(plan, spec, shapes))
+
+
+def _refusal(error: FlashgenError) -> str:
+    return next((reason for word, reason in _REFUSALS.items() if word in error.what), error.what)
+
+
+def _near(fitting: Sequence[Candidate], best: float, drops: _Drops) -> list[Candidate]:
+    """Those whose floor is near the best one."""
+    kept = []
+    for candidate in fitting:
+        found = candidate.estimate
+        if found.floor <= SLACK * best:
+            kept.append(candidate)
+        else:
+            drops.add(f"floor {100 * (SLACK - 1):.0f} % above the best, for {_blame(found)}",
+                      f"{candidate.tiling}: {found.floor / best:.2f} times the best floor")
+    return kept
+
+
+def _by_prediction(found: Sequence[Candidate]) -> list[Candidate]:
+    """Equal ones in an order that is the same on every machine, the fewest stages first."""
+    return sorted(found, key=lambda c: (c.estimate.predicted, c.tiling.stages, str(c.tiling)))
+
+
+def _blame(found: Estimate) -> str:
+    """What makes a floor high: the memory that bounds it, else what makes the arithmetic more than it need be."""
+    if found.bound in ("shared memory", "L2"):
+        return f"{found.bound} traffic"
+    return "idle SMs in the last round" if found.idle > found.issued else "arithmetic of whole tiles"
+
+
+# -- the model
+
+
+def estimate(plan: Plan, spec: Spec, shapes: Sequence[Shape]) -> Estimate:
+    found = [_clocks(plan, spec, shape) for shape in shapes]
+    totals: dict[str, float] = {}
+    for units, idle, _ in found:
+        for name, clocks in units.items():
+            totals[name] = totals.get(name, 0.0) + idle * clocks
+    mean = statistics.geometric_mean
+    issued = [_scores(plan, spec, shape) / (_heads(shape) * visible_pairs(
+        shape.seqlen_q, shape.seqlen_kv, _window(spec, shape))) for shape in shapes]
+    return Estimate(mean([idle * max(units.values()) for units, idle, _ in found]),
+                    mean([predicted for _, _, predicted in found]), max(totals, key=lambda name: totals[name]),
+                    mean(issued), mean([idle for _, idle, _ in found]))
+
+
+def _clocks(plan: Plan, spec: Spec, shape: Shape) -> tuple[dict[str, float], float, float]:
+    """(clocks of each unit of an SM, factor of idle SMs, predicted clocks) of one problem."""
+    num_sms, resident = TARGETS[plan.target].device.num_sms, plan.launch.min_blocks_per_sm
+    tiles = _tiles(plan, spec, shape, plan.constant("BLOCK_M"))
+    flags, query_tiles = dict(plan.flags), _heads(shape) * tiles.query_tiles
+    even = flags.get("split") or ((spec.causal or spec.window) and query_tiles >= num_sms)
+    idle = 1.0 if even else -(-query_tiles // num_sms) * num_sms / query_tiles
+    units = {name: clocks / num_sms for name, clocks in _units(plan, spec, shape, tiles).items()}
+    warps = next(role.warps for role in plan.roles if role.name == "mma")
+    actors = min(MAX_ACTORS, max(1.0, warps * resident / (WARPGROUP_WARPS if plan.wgmma_shapes else SCHEDULERS)))
+    slowest = max(units.values())
+    trips = max(1.0, _heads(shape) * tiles.visited / num_sms)  # of an SM
+    work = slowest + (sum(units.values()) - slowest + TRIP_CLOCKS * trips) / actors
+    uncovered = max(0.0, LOAD_CLOCKS / resident - (plan.constant("NUM_STAGES") - 1) * work / trips)
+    in_flight = plan.constant("Q_STAGES") if plan.wgmma_shapes else resident
+    start = START_CLOCKS * query_tiles / num_sms / in_flight
+    return units, idle, idle * (work + uncovered * trips + start)
+
+
+def _units(plan: Plan, spec: Spec, shape: Shape, tiles: TileCounts) -> Mapping[str, float]:
+    """Clocks of each unit, of all SMs together."""
+    m, n = plan.constant("BLOCK_M"), plan.constant("BLOCK_N")
+    columns_qk, columns = plan.constant("MMA_COLS_QK"), plan.constant("MMA_COLS_QK") + plan.constant("MMA_COLS_V")
+    scores, trips = _scores(plan, spec, shape), _heads(shape) * tiles.visited
+    rows = plan.rows_alone
+    if plan.wgmma_shapes:  # each warpgroup's products read both operands of the first and one of the second
+        read = rows * columns_qk + n * columns
+    else:
+        readers = next(role.warps for role in plan.roles if role.name == "mma")
+        read = readers * n * columns + (m * columns_qk if dict(plan.flags)["q_in_shared"] else 0)
+    written = trips * n * (plan.constant("SMEM_COLS_QK") + plan.constant("SMEM_COLS_V"))
+    smem_elements = scores / (rows * n) * read + written
+    once = _heads(shape) * shape.seqlen_q * (spec.head_dim_qk + spec.head_dim_v)
+    kv = _heads(shape) * tiles.keys_loaded * (spec.head_dim_qk + spec.head_dim_v)
+    return {
+        "tensor cores": 2 * scores * columns / (TENSOR_FLOPS_PER_CLOCK if plan.wgmma_shapes
+                                                else MMA_SYNC_FLOPS_PER_CLOCK),
+        "exponential unit": scores / EXP2_PER_CLOCK,
+        "issue slots": scores * INSTRUCTIONS_PER_SCORE / INSTRUCTIONS_PER_CLOCK,
+        "shared memory": smem_elements * ELEMENT_BYTES / SMEM_BYTES_PER_CLOCK,
+        "L2": (once + kv) * ELEMENT_BYTES / L2_BYTES_PER_CLOCK,
+    }
+
+
+def _scores(plan: Plan, spec: Spec, shape: Shape) -> int:
+    """Of whole tiles, over all heads and sequences."""
+    rows = plan.rows_alone
+    return _heads(shape) * _tiles(plan, spec, shape, rows).visited * rows * plan.constant("BLOCK_N")
+
+
+def _tiles(plan: Plan, spec: Spec, shape: Shape, rows: int) -> TileCounts:
+    return _counted(shape.seqlen_q, shape.seqlen_kv, rows, plan.constant("BLOCK_N"), _window(spec, shape),
+                    group=plan.rows_alone)
+
+
+_counted = functools.lru_cache(maxsize=4096)(tile_counts)  # the same for all stages, warps and schedules
+
+
+def _heads(shape: Shape) -> int:
+    return shape.batch * shape.num_heads_q
+
+
+def _window(spec: Spec, shape: Shape) -> tuple[int, int]:
+    return (-1, 0) if spec.causal else shape.window

@@ -1,0 +1,143 @@
+"""The tiles of keys that each query tile of a mask visits, and how many pairs the mask leaves: counted, not run."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashgen.codegen.expr.spans import HIDDEN, SEEN, Span, Value, compiled
+from flashgen.codegen.expr.tree import Expr, Index, Name, Op, walk
+from flashgen.codegen.mask import TileCounts, query_tiles
+
+SKIP, PARTIAL, FULL = 0, 1, 2
+_CLASS = {SEEN: FULL, HIDDEN: SKIP, SEEN | HIDDEN: PARTIAL}
+MAX_BOXES = 200_000  # looked at for pairs, before an upper bound has to do
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """Classes of tiles, of one head and sequence; rows are query tiles, columns tiles of keys."""
+
+    cells: tuple[bytes, ...]
+    queries: tuple[tuple[int, int], ...]  # first and last of each query tile
+    block_m: int
+    block_n: int
+    seqlen_q: int
+    seqlen_kv: int
+    unknown: tuple[str, ...]  # what the mask reads and nobody said: tiles that hang on it count as partial
+
+    def count(self, kind: int) -> int:
+        return sum(row.count(kind) for row in self.cells)
+
+    @property
+    def visited(self) -> int:
+        return self.count(PARTIAL) + self.count(FULL)
+
+    @property
+    def total(self) -> int:
+        return sum(map(len, self.cells))
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs of visited tiles: an upper bound of what the mask leaves."""
+        return sum(self._keys(row) * (last + 1 - first)
+                   for row, (first, last) in zip(self.cells, self.queries, strict=True))
+
+    def _keys(self, row: bytes) -> int:
+        return sum(min((column + 1) * self.block_n, self.seqlen_kv) - column * self.block_n
+                   for column, kind in enumerate(row) if kind != SKIP)
+
+    def counts(self) -> TileCounts:
+        return TileCounts(len(self.cells), self.visited, self.count(PARTIAL), sum(map(self._keys, self.cells)))
+
+
+@dataclass(frozen=True)
+class Question:
+    """A mask over one head and sequence. `values`: of parameters and names in scope, as expr_spans takes them."""
+
+    mask: Expr
+    seqlen_q: int
+    seqlen_kv: int
+    top_left: bool
+    values: Mapping[str, Value]
+
+    def known(self) -> dict[str, Value]:
+        return {"batch": 0, "head_q": 0, "head_kv": 0, **self.values, "seqlen_q": self.seqlen_q,
+                "seqlen_kv": self.seqlen_kv, "q_first": self.first}
+
+    @property
+    def first(self) -> int:
+        """q_pos of the first query."""
+        return 0 if self.top_left else self.seqlen_kv - self.seqlen_q
+
+    def unknown(self) -> tuple[str, ...]:
+        known = self.known()
+        names: dict[str, None] = {}
+        for node in walk(self.mask):
+            name = node.param.name if isinstance(node, Index) else node.name if isinstance(node, Name) else "q_pos"
+            if name not in ("q_pos", "kv_pos") and known.get(name) is None:
+                names[name] = None
+            if isinstance(node, Op) and node.type == "bool" and node.args[0].type == "float":
+                names["a comparison of floats"] = None
+        return tuple(names)
+
+
+def tile_map(question: Question, block_m: int, block_n: int, group: int = 0) -> TileMap:
+    """Boxes of many tiles first: what is settled for a box is so for each of its tiles, as the kernel finds them.
+    `group` as mask.query_tiles takes it.
+    """
+    bits = compiled(question.mask, question.known())
+    queries = query_tiles(question.seqlen_q, block_m, group)
+    rows, columns = len(queries), -(-question.seqlen_kv // block_n)
+    cells = [bytearray(columns) for _ in range(rows)]
+    boxes = [(0, rows, 0, columns)] if rows and columns else []
+    while boxes:
+        r0, r1, c0, c1 = boxes.pop()
+        q = (question.first + queries[r0][0], question.first + queries[r1 - 1][1])
+        found = bits(q, (c0 * block_n, min(c1 * block_n, question.seqlen_kv) - 1))
+        if found == SEEN | HIDDEN and (r1 - r0, c1 - c0) != (1, 1):
+            boxes += _halves(r0, r1, c0, c1)
+            continue
+        for row in range(r0, r1):
+            cells[row][c0:c1] = bytes([_CLASS[found]]) * (c1 - c0)
+    if question.seqlen_kv % block_n:  # the last tile has keys that do not exist
+        for cell in cells:
+            cell[-1] = min(cell[-1], PARTIAL)
+    return TileMap(tuple(map(bytes, cells)), tuple(queries), block_m, block_n, question.seqlen_q, question.seqlen_kv,
+                   question.unknown())
+
+
+def pairs_of(question: Question, tiles: TileMap) -> tuple[int, bool]:
+    """(visible pairs of one head and sequence, whether that is exact; else it is an upper bound)."""
+    if tiles.unknown:
+        return tiles.pairs, False
+    bits = compiled(question.mask, question.known())
+    total, exact, looked = 0, True, 0
+    boxes = [(0, question.seqlen_q, 0, question.seqlen_kv)] if question.seqlen_q and question.seqlen_kv else []
+    while boxes:
+        r0, r1, c0, c1 = boxes.pop()
+        looked += 1
+        span: Span = (question.first + r0, question.first + r1 - 1)
+        found = bits(span, (c0, c1 - 1))
+        size = (r1 - r0) * (c1 - c0)
+        if found == SEEN | HIDDEN and size > 1 and looked < MAX_BOXES:
+            boxes += _halves(r0, r1, c0, c1)
+        elif found & SEEN:
+            total += size
+            exact &= found == SEEN
+    return min(total, tiles.pairs), exact
+
+
+def _halves(r0: int, r1: int, c0: int, c1: int) -> list[tuple[int, int, int, int]]:
+    if r1 - r0 >= c1 - c0:
+        middle = (r0 + r1) // 2
+        return [(r0, middle, c0, c1), (middle, r1, c0, c1)]
+    middle = (c0 + c1) // 2
+    return [(r0, r1, c0, middle), (r0, r1, middle, c1)]
+
+
+def steps(width: int) -> Value:
+    """A tensor whose element at i along the last dimension is i // width, such as documents of one length."""
+    def elements(places: list[Span]) -> Span:
+        low, high = places[-1]
+        return max(low, 0) // width, max(high, 0) // width
+    return elements

@@ -1,0 +1,1 @@
+"""A folder for each family of kernels: how attention is computed."""

@@ -1,0 +1,1 @@
+"""FlashAttention-2: mma.sync and cp.async, sm_80 and later."""

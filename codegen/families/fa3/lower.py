@@ -1,0 +1,283 @@
+"""Lowers the fa3 family: FlashAttention-3 (Shah et al. 2024) on the copy engine, wgmma and mbarriers; sm_90a.
+
+A persistent block has a warpgroup of copy warps and one to four warpgroups that multiply, each with 64 rows of the
+query tile. Keys and values pass through rings of NUM_STAGES stages; each warpgroup has Q_STAGES query stages.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.families.shared import expressions
+from flashgen.codegen.families.shared.params import overridden, size_params, stride_params, tensor_params
+from flashgen.codegen.families.shared.tiles import TileRow, find_tile, kernel_kind
+from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
+from flashgen.codegen.slots import LAYOUTS, ORDERS, ROWS, tiled_as
+from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
+from flashgen.codegen.spec.spec import Spec
+from flashgen.codegen.target import Target
+from flashgen.codegen.warpgroup import (
+    MAX_WARPGROUPS,
+    WARP_ROWS,
+    WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
+    WARPGROUP_WARPS,
+    register_need,
+)
+from flashgen.codegen.wgmma import WgmmaShape, product_shapes
+from flashgen.errors import PlanError
+
+# Registers per thread by number of mma warpgroups: (load, mma). A block has 64 Ki; setmaxnreg moves them in steps of 8.
+# The load warps decode tiles and keep three rings, which takes about 32.
+REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
+GATHER_REGISTERS = (40, 152)  # of three, where tiles are found by tensors that are read element by element
+ALL_REGISTERS = 255       # of a thread: what each has from the start where only one warpgroup multiplies
+MIN_STAGES = 2            # of keys and values: keys run a tile ahead
+OUT_STAGES = 2            # panels of the output that a warp has under way
+WORK_STAGES = 2           # query tiles announced ahead: the one at work, and the one whose loads run
+TICKET_LEAD = 3           # hides the answer of a device-wide counter; more would hand out tiles too early
+CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
+# Of the rows of a warp, how many chunks of 8 columns are added up at a time, and parts read together. Two chunks fill a
+# sector of device memory, and keep every SM busy where query tiles are few, as packed ones are; more wait less often.
+MERGED, MERGED_FEW = (4, 4), (2, 6)
+ONE_LOOP_HEAD_DIM = 128   # beyond it, kernels that split have one: a second costs NVRTC 0.3 s of 1.4 (docs/fa3.md)
+GATHER_ROWS = (192, 128)  # of kernels that spill with more, up to GATHER_HEAD_DIM and above: more rows, fewer registers
+GATHER_HEAD_DIM = 64
+ASSIGNMENT_BYTES = 56     # of one announcement, at most, and for each warpgroup
+WARPGROUP_BYTES = 24
+
+
+def lower(spec: Spec, target: Target) -> Plan:
+    mask = expressions.mask_of(spec)
+    row = find_tile("fa3", target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v,
+                    kernel_kind(spec.split, spec.pack_gqa))
+    if not target.features >= {"tma", "wgmma"} or row is None:
+        raise PlanError(f"no fa3 tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
+                        where=spec.variant, allowed="head dims up to (256, 256) on sm_90a", nearest="family fa2")
+    rows = GATHER_ROWS[spec.head_dim_v > GATHER_HEAD_DIM]
+    if expressions.gathers(spec) and row.m > rows:
+        row = replace(row, m=rows, warps=rows // WARPGROUP_ROWS * WARPGROUP_WARPS,
+                      source=f"{row.source}; with fewer rows, as each score reads an element of a tensor")
+    varlen = spec.kv_layout == "varlen"
+    # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
+    poisonable = varlen or mask != "full"
+
+    def in_smem(tile: TileRow) -> tuple[tuple[Barrier, ...], tuple[Region, ...]]:
+        groups = tile.m // WARPGROUP_ROWS
+        barriers = _barriers(tile, groups, poisonable)
+        return barriers, _smem(spec, tile, groups, mask == "expression", _out_stages(spec, tile), barriers)
+
+    tile = overridden(spec, row)
+    _check_tile(spec, tile)
+    barriers, smem = in_smem(tile)
+    if tile == row and tile.stages > MIN_STAGES and _end(smem) > target.smem_per_block_bytes:
+        tile = replace(tile, stages=tile.stages - 1,
+                       source=f"{tile.source}; with a stage less, as queries and output of these head dims lie apart")
+        barriers, smem = in_smem(tile)
+    groups = tile.m // WARPGROUP_ROWS
+    load_registers, mma_registers = _registers(spec, groups) or (None, None)
+    split = spec.split
+    # Without turns, warpgroups whose softmax takes long fall into step (docs/variants.md).
+    slow = mask == "expression" or spec.expressions.score is not None
+    pingpong = (spec.schedule or ("pingpong" if slow else tile.schedule)) == "pingpong" and groups > 1
+    packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
+    order = "in_order" if packed else "longest_first"
+    out_stages = _out_stages(spec, tile)
+    over_queries = not out_stages
+    return Plan(
+        variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
+        template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
+        constants=_constants(spec, tile, groups, out_stages, split, pingpong, poisonable),
+        slots=(("layout", "packed" if packed else spec.kv_layout), ("coordinates", spec.kv_layout),
+               ("rows", "packed" if packed else "plain"), ("score", expressions.score_of(spec)), ("mask", mask),
+               ("order", order), ("weights", tile.p_operand)),
+        flags=(("lse", spec.lse), ("split", split), ("whole", not split), ("tickets", order != "in_order"),
+               ("pingpong", pingpong), ("out_over_queries", over_queries), ("frees_queries", not over_queries),
+               ("out_apart", bool(out_stages)), ("stores_boxes", not packed), ("stores_rows", varlen or packed),
+               ("packed", packed), ("moves_registers", groups in REGISTERS), ("poisonable", poisonable),
+               ("pure", not poisonable),
+               ("one_loop", split and spec.head_dim_qk > ONE_LOOP_HEAD_DIM), *expressions.flags_of(spec)),
+        params=_params(spec, order, split, pingpong), smem=smem,
+        roles=(Role("load", WARPGROUP_WARPS, load_registers),
+               Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
+        launch=Launch(WARPGROUP_THREADS * (groups + 1), 1, _end(smem),
+                      "x = one block per SM, or per unit of work where those are fewer"),
+        tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
+        register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
+        expressions=expressions.printed(spec),
+    )
+
+
+def _registers(spec: Spec, groups: int) -> tuple[int, int] | None:
+    """(load, mma), or None where nothing moves."""
+    return GATHER_REGISTERS if groups == 3 and expressions.gathers(spec) else REGISTERS.get(groups)
+
+
+def _check_tile(spec: Spec, tile: TileRow) -> None:
+    def refuse(what: str, allowed: str, nearest: str = "") -> None:
+        raise PlanError(what, where=f"{spec.variant}.{spec.arch}", allowed=allowed, nearest=nearest)
+
+    groups = tile.m // WARPGROUP_ROWS
+    if tile.m != WARPGROUP_ROWS * groups or tile.warps != WARPGROUP_WARPS * groups or not 1 <= groups <= MAX_WARPGROUPS:
+        refuse(f"tile.m {tile.m} with {tile.warps} mma warps", "64, 128, 192 or 256 rows, with 4 warps for every 64")
+    if tile.n % 16:
+        refuse(f"tile.n {tile.n} is not a multiple of 16", "multiples of 16 (one k-step of the value product)")
+    if tile.p_operand == "shared" and tile.n % 32:
+        refuse(f"tile.n {tile.n} with p_operand shared", "multiples of 32 (whole panels of weights)")
+    need = register_need(tile.n, round_up(spec.head_dim_v, 16), tile.p_operand)
+    _, limit = _registers(spec, groups) or (0, ALL_REGISTERS)
+    if need.total > limit:
+        refuse(f"needs at least {need} registers per mma thread", f"{limit} with {groups} mma warpgroups",
+               "a smaller tile.n, or fewer warpgroups")
+
+
+def _barriers(tile: TileRow, groups: int, poisonable: bool) -> tuple[Barrier, ...]:
+    q_stages = tile.q_stages * groups
+    return (
+        Barrier("K_FULL", tile.stages, 1, "a tile of keys has landed"),
+        Barrier("K_EMPTY", tile.stages, 0, "every mma warp is done with it", WARPGROUP_WARPS),
+        Barrier("V_FULL", tile.stages, 1, "a tile of values has landed"),
+        Barrier("V_EMPTY", tile.stages, 0, "every mma warp is done with it", WARPGROUP_WARPS),
+        Barrier("Q_FULL", q_stages, 1, "the queries of a warpgroup have landed; [warpgroup][stage]"),
+        Barrier("Q_EMPTY", q_stages, WARPGROUP_WARPS, "every warp of it is done with them; [warpgroup][stage]"),
+        Barrier("WORK_FULL", WORK_STAGES, 1, "the next query tile is announced"),
+        Barrier("WORK_EMPTY", WORK_STAGES, 1 + (CLEAN_WARPS if poisonable else 0),
+                "every mma warp and the other load warps are done with it", WARPGROUP_WARPS),
+        *((Barrier("V_LANDED", tile.stages, 1, "a tile of values has landed that not every row sees whole"),)
+          if poisonable else ()),
+    )
+
+
+def _smem(spec: Spec, tile: TileRow, groups: int, walked: bool, out_stages: int,
+          barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
+    q_stages = tile.q_stages * groups
+    return layout_regions((
+        ("Q", q_stages * tile_bytes(WARPGROUP_ROWS, spec.head_dim_qk),
+         f"[{groups} warpgroups][{tile.q_stages} stages] of 64 queries"),
+        ("K", tile.stages * tile_bytes(tile.n, spec.head_dim_qk), f"{tile.stages} stages of {tile.n} keys"),
+        ("V", tile.stages * tile_bytes(tile.n, spec.head_dim_v), f"{tile.stages} stages of {tile.n} values"),
+        *((("OUT", WARPGROUP_WARPS * groups * out_stages * WARP_ROWS * 2 * _panel_cols(spec.head_dim_v),
+            f"[{WARPGROUP_WARPS * groups} warps][{out_stages} panels] of {WARP_ROWS} rows of the output"),)
+          if out_stages else ()),
+        *((("WEIGHTS", groups * tile_bytes(WARPGROUP_ROWS, tile.n), f"[{groups} warpgroups] of 64 rows of weights"),)
+          if tile.p_operand == "shared" else ()),
+        ("WORK", WORK_STAGES * (ASSIGNMENT_BYTES + groups * WARPGROUP_BYTES),
+         f"{WORK_STAGES} announcements of query tiles"),
+        *((("TILES", round_up(4 * tile.stages * (groups + 1), 16),
+            f"[stages][{groups} warpgroups] which tile a stage of keys holds; [stages] of values"),) if walked else ()),
+        ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
+    ))
+
+
+def _end(smem: tuple[Region, ...]) -> int:
+    return smem[-1].offset_bytes + smem[-1].size_bytes
+
+
+def _panel_cols(head_dim: int) -> int:
+    """TileShape's: panels of 64 columns, or of 32 where the head dim asks for it."""
+    return 64 if smem_cols(head_dim) % 64 == 0 else 32
+
+
+def _out_stages(spec: Spec, tile: TileRow) -> int:
+    """Panels of shared memory that each warp has for its output. 0: none, because it goes where its queries were, which
+    is possible when they are as wide, and the next ones have a stage of their own.
+    """
+    if spec.pack_gqa:
+        return 1  # plain stores wait for nothing
+    fits = (tile.q_stages > 1 and _panel_cols(spec.head_dim_qk) == _panel_cols(spec.head_dim_v)
+            and smem_cols(spec.head_dim_v) <= smem_cols(spec.head_dim_qk))
+    return 0 if fits else OUT_STAGES
+
+
+def _tensor_maps(spec: Spec, tile: TileRow) -> tuple[TensorMap, ...]:
+    return tuple(
+        TensorMap(f"{name}_map", name, _panel_cols(dim), rows, 2 * _panel_cols(dim),
+                  packed=spec.pack_gqa and name == "q")
+        for name, dim, rows in (
+            ("q", spec.head_dim_qk, WARPGROUP_ROWS), ("k", spec.head_dim_qk, tile.n), ("v", spec.head_dim_v, tile.n),
+            ("out", spec.head_dim_v, WARP_ROWS)) if _has_map(spec, name))
+
+
+def _has_map(spec: Spec, tensor: str) -> bool:
+    return tensor != "out" or not spec.pack_gqa  # 16 packed rows are no box
+
+
+def _wgmma_shapes(spec: Spec, tile: TileRow) -> tuple[WgmmaShape, ...]:
+    element = DTYPES[spec.dtype].element
+    return (*product_shapes(element, tile.n, "shared", "K_MAJOR", "K_MAJOR", spec.head_dim_qk),
+            *product_shapes(element, round_up(spec.head_dim_v, 16), tile.p_operand, "K_MAJOR", "MN_MAJOR", tile.n))
+
+
+def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: bool, pingpong: bool,
+               poisonable: bool) -> tuple[Constant, ...]:
+    cols_v = round_up(spec.head_dim_v, 16)
+    constants = [
+        Constant("WARPGROUPS", groups, "that multiply, at most: a launch for few query rows has fewer"),
+        Constant("BLOCK_M", tile.m, "query rows per block, at most: 64 for each of them"),
+        Constant("BLOCK_N", tile.n, "keys per tile"),
+        Constant("NUM_STAGES", tile.stages, "K tiles, and V tiles, in shared memory"),
+        Constant("Q_STAGES", tile.q_stages, "query tiles of each warpgroup"),
+        Constant("WORK_STAGES", WORK_STAGES, "query tiles announced ahead"),
+        Constant("TICKET_LEAD", TICKET_LEAD, "key tiles left to load when a block asks for its next unit"),
+        Constant("NUM_THREADS", WARPGROUP_THREADS * (groups + 1), "at most, with the warpgroup of copy warps"),
+        Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
+        Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and out in device memory"),
+        Constant("MMA_COLS_QK", round_up(spec.head_dim_qk, 16), "columns the score product runs over, surplus zero"),
+        Constant("MMA_COLS_V", cols_v, "columns of the output fragments, likewise"),
+        Constant("SMEM_COLS_QK", smem_cols(spec.head_dim_qk), "columns stored of q and k: whole panels, surplus zero"),
+        Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v, likewise"),
+    ]
+    panels = smem_cols(spec.head_dim_v) // _panel_cols(spec.head_dim_v)
+    if spec.pack_gqa:
+        stored = WARPGROUP_ROWS + 1, "more than there are: no box takes rows of heads"
+    else:
+        stored = (WARP_ROWS if spec.kv_layout == "varlen" else 1,
+                  "of a warp's 16 that must exist for a box to take them: it ends where the tensor does")
+    constants += [
+        Constant("OUT_STAGES", out_stages or panels, "panels of 16 rows of output that a warp has room for"),
+        Constant("STORED_ROWS", *stored),
+    ]
+    if registers := _registers(spec, groups):
+        constants += [
+            Constant("LOAD_REGISTERS", registers[0], "per thread that copies"),
+            Constant("MMA_REGISTERS", registers[1], "per thread that multiplies: what the others leave of 64 Ki"),
+        ]
+    if poisonable:
+        constants += [
+            Constant("CLEAN_WARPS", CLEAN_WARPS, "of the load warpgroup: what its other two leave"),
+            Constant("CLEAN_BARRIER", 1 + 2 * groups, "the named barrier at which they meet, behind those below"),
+        ]
+    if pingpong:
+        constants.append(Constant("TURN_BARRIER", 1, "first of the named barriers for turns, one per warpgroup"))
+    if split:
+        chunks, at_once = MERGED if cols_v % (8 * MERGED[0]) == 0 and not spec.pack_gqa else MERGED_FEW
+        constants += [
+            Constant("PARTIAL_FLOATS", groups * (cols_v // 2 + 4) * WARPGROUP_THREADS,
+                     "one part: output, reference and sum of every mma thread"),
+            Constant("MERGED_CHUNKS", chunks, "8 columns each, of the rows that a warp adds up at a time"),
+            Constant("PARTS_AT_ONCE", at_once, "read together"),
+            Constant("MERGE_BARRIER", 1 + groups, "the named barrier behind those for turns: no warp waits for parts"),
+        ]
+    return tuple(constants)
+
+
+def _params(spec: Spec, order: str, split: bool, pingpong: bool) -> tuple[Param, ...]:
+    """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
+    maps = [Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]")
+            for name in ("q", "k", "v", "out") if _has_map(spec, name)]
+    pointers = [*tensor_params(spec), *LAYOUTS[spec.kv_layout], *expressions.pointer_params(spec),
+                Param("counters", "i32_out", "tickets and arrivals, zero between launches")]
+    sizes = [*size_params(spec), Param("warpgroups", "i32", "that multiply, in this launch"),
+             Param("block_rows", "divisor", "64 * warpgroups"),
+             *((Param("turn_threads", "i32", "that meet for a turn: of two warpgroups, or of the only one"),)
+               if pingpong else ()),
+             Param("num_units", "i32", "of work: query tiles of all heads and sequences, or parts")]
+    sizes += ROWS["packed" if spec.pack_gqa else "plain"]
+    if split:
+        pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][max_parts] parts of PARTIAL_FLOATS"))
+        sizes += [Param("num_tiles", "i32", "query tiles, over all heads and sequences"),
+                  Param("full_tiles", "i32", "the first of them, which are not split"),
+                  Param("tiles_per_part", "divisor", "tiles of keys of each part of the others, at most"),
+                  Param("max_parts", "i32", "parts of a tile, at most"),
+                  Param("part_slabs", "divisor", "slabs of a part that hold rows: 16 each")]
+    return (*maps, *pointers, *stride_params(spec), *sizes, *ORDERS[order], *expressions.slot_params(spec))

@@ -1,0 +1,1 @@
+"""FlashMLA: decode over a compressed, paged cache, sm_90a."""

@@ -1,0 +1,1 @@
+"""What a YAML file may say, and what a spec is."""

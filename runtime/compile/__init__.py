@@ -1,0 +1,1 @@
+"""From a Source to a Cubin, kept on disk."""

@@ -1,0 +1,1 @@
+"""From a Cubin to a running kernel."""

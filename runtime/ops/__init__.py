@@ -1,0 +1,1 @@
+"""A folder for each operation: what is asked, and what is right."""

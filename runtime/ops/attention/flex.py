@@ -1,0 +1,264 @@
+"""The GPU side of variants.py: values for parameters, FlexAttention as a person would write it, and our calls.
+
+`python -m flashgen.runtime.ops.attention.flex GRID NAME` compiles FlexAttention for one variant of a grid and ends:
+several of these at once fill torch's cache of compiled kernels, so that the timing process does not wait for each.
+"""
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashgen
+from flashgen.codegen.expr.evaluate import evaluate
+from flashgen.codegen.expr.tree import names_of
+from flashgen.codegen.spec.spec import load_specs, spec_path
+from flashgen.errors import FlashgenError, SpecError, VerifyError
+from flashgen.runtime.measure.bench import OURS, Call, Refused, Run
+from flashgen.runtime.measure.device import PEERS, TIMERS, CudaDevice, Inputs, draw
+from flashgen.runtime.ops.attention.variants import VariantCase, load_variants
+from flashgen.runtime.verify.changes import Changes, Place
+
+ROWS_AT_ONCE = 1024        # of a mask whose pairs are counted
+PROCESSES = 8              # that compile FlexAttention at once
+AGREE = 0.03               # absolute, and relative to the larger: a few roundings to bf16
+_Mod = Callable[..., Any]
+
+
+# -- values
+
+
+def drawn(case: VariantCase, device: str | torch.device) -> dict[str, Any]:
+    """A value for each parameter of the case. The same for each call."""
+    found: dict[str, Any] = {}
+    for name, value in case.values.items():
+        if not isinstance(value, str):
+            found[name] = value
+            continue
+        kind, _, number = value.partition(" ")
+        if kind not in _DRAW:
+            raise SpecError(f"{name} is {value!r}", where=case.name, allowed=", ".join(_DRAW))
+        found[name] = _DRAW[kind](case, float(number or 0)).to(device)
+    return found
+
+
+def _slopes(case: VariantCase, _: float) -> Tensor:
+    heads = case.case.num_heads_q
+    return torch.tensor([2.0 ** (-8 * (head + 1) / heads) for head in range(heads)])
+
+
+def _documents(case: VariantCase, mean: float) -> Tensor:
+    """Ids [batch, keys] of documents whose lengths are exponential with this mean, but 16 at least."""
+    batch, keys = case.case.batch, case.case.lengths[0][1]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.empty(batch, keys, dtype=torch.int32)
+    for row in ids:
+        lengths = torch.empty(keys // 16 + 1).exponential_(1 / mean, generator=generator).clamp(min=16).long()
+        row.copy_(torch.repeat_interleave(torch.arange(len(lengths)), lengths)[:keys]
+                  if int(lengths.sum()) >= keys else torch.zeros(keys))
+    return ids
+
+
+def _prefix(case: VariantCase, part: float) -> Tensor:
+    return torch.full((case.case.batch,), int(part * case.case.lengths[0][1]), dtype=torch.int32)
+
+
+_DRAW: dict[str, Callable[[VariantCase, float], Tensor]] = {"slopes": _slopes, "documents": _documents,
+                                                            "prefix": _prefix}
+
+# -- FlexAttention: (score_mod or None, mask_mod) of the values
+
+
+def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return kv <= q
+
+
+def _flex_window(values: Mapping[str, Any]) -> tuple[_Mod | None, _Mod]:
+    window = values["window"]
+    return None, lambda b, h, q, kv: (kv <= q) & (q - kv < window)
+
+
+def _flex_softcap(values: Mapping[str, Any]) -> tuple[_Mod | None, _Mod]:
+    cap = values["softcap"]
+    return lambda score, b, h, q, kv: cap * torch.tanh(score / cap), _causal
+
+
+def _flex_alibi(values: Mapping[str, Any]) -> tuple[_Mod | None, _Mod]:
+    slope = values["slope"]
+    return lambda score, b, h, q, kv: score - slope[h] * (q - kv), _causal
+
+
+def _flex_document(values: Mapping[str, Any]) -> tuple[_Mod | None, _Mod]:
+    doc = values["doc"]
+    return None, lambda b, h, q, kv: (kv <= q) & (doc[b, q] == doc[b, kv])
+
+
+def _flex_prefix(values: Mapping[str, Any]) -> tuple[_Mod | None, _Mod]:
+    prefix = values["prefix"]
+    return None, lambda b, h, q, kv: (kv <= q) | (kv < prefix[b])
+
+
+MODS: dict[str, Callable[[Mapping[str, Any]], tuple[_Mod | None, _Mod]]] = {
+    "causal": lambda values: (None, _causal), "sliding_window": _flex_window, "softcap": _flex_softcap,
+    "alibi": _flex_alibi, "document": _flex_document, "prefix_lm": _flex_prefix}
+
+
+def flex(case: VariantCase, device: str = "cuda", made: list[float] | None = None) -> Callable[[Inputs], Tensor]:
+    """The call on inputs, result as [batch, heads, rows, head_dim]. Its block mask is made here, outside the timing of
+    the kernels; `made` gets the milliseconds that this takes, the second time."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    problem = case.case
+    if case.flex not in MODS:
+        raise Refused(f"no score_mod and mask_mod are written down for {case.flex or case.name}")
+    score_mod, mask_mod = MODS[case.flex](drawn(case, device))
+    (rows, keys), batch = problem.lengths[0], problem.batch if case.flex in ("document", "prefix_lm") else None
+    torch.compiler.reset()  # past its limit of recompilations it would turn to an eager path without a word
+    mask = create_block_mask(mask_mod, batch, None, rows, keys, device=device)
+    if made is not None:
+        made.append(_wall_ms(lambda: create_block_mask(mask_mod, batch, None, rows, keys, device=device)))
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    return lambda x: compiled(*x.heads_first, score_mod=score_mod, block_mask=mask,
+                              enable_gqa=problem.num_heads_q != problem.num_heads_kv)
+
+
+def _wall_ms(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+# -- the device
+
+
+class VariantDevice(CudaDevice):
+    """The current CUDA device, for bench_variants."""
+
+    def __init__(self, grid: str, timer: str = "graph", data: str = "normal") -> None:
+        super().__init__(timer, data)
+        self.grid = grid
+        self._first: dict[str, Tensor] = {}  # result of ours on the first inputs of the case at hand
+        self._made: list[float] = []         # milliseconds that its block mask took to make
+
+    def absent(self, peer: str) -> str | None:
+        return None if peer == "built-in" else PEERS[peer][0]()
+
+    def warm(self, cases: Sequence[VariantCase], peers: Sequence[str]) -> None:
+        """Compiles ours in parallel, and beside that FlexAttention, into the caches."""
+        from flashgen.runtime.compile.build import build_specs
+
+        running = _flex_processes(self.grid, cases) if "flex" in peers else []
+        specs = [case.spec for case in cases if case.spec is not None] + [
+            spec for spec in load_specs(spec_path("fa3_fwd")).specs for case in cases
+            if (spec.dtype, spec.head_dim_qk, spec.kv_layout) == (case.case.dtype, case.case.head_dim_qk, "dense")]
+        failed = [result.error for result in build_specs(list(dict.fromkeys(specs))) if result.error]
+        for process in running:
+            process.wait()
+        if failed:
+            raise VerifyError(failed[0]["what"], where=failed[0]["where"], details=failed[0]["details"])
+
+    def inputs(self, case: Any, sets: int) -> Sequence[Inputs]:
+        self._first.clear()
+        self._made.clear()
+        generator = torch.Generator("cuda").manual_seed(0)
+        return [draw(case.case, self.data, generator) for _ in range(sets)]
+
+    def pairs(self, case: VariantCase, inputs: Any) -> int:
+        return visible_pairs(case, drawn(case, inputs.q.device), inputs.q.device)
+
+    def calls(self, name: str, case: VariantCase, inputs: Sequence[Inputs]) -> Sequence[Call]:
+        """Refused for a peer that does not serve the case, or answers another question."""
+        try:
+            calls = _calls(name, case, inputs, self._made)
+            result = calls[0]()
+            torch.cuda.synchronize()
+        except (Refused, FlashgenError):
+            raise
+        except Exception as err:  # whatever a library raises for what it does not take
+            raise Refused(f"{type(err).__name__}: {str(err).strip().partition(chr(10))[0]}") from err
+        assert isinstance(result, Tensor)
+        if name == OURS:
+            if not result.isfinite().all():  # a kernel that writes nothing would be fast
+                raise VerifyError("out is not finite", where=case.label, next="flashgen verify")
+            self._first[OURS] = result.clone()
+            return calls
+        found = result.transpose(1, 2) if name == "flex" else result
+        if not torch.allclose(found.float(), self._first[OURS].float(), atol=AGREE, rtol=AGREE):
+            apart = (found.float() - self._first[OURS].float()).abs().max().item()
+            raise Refused(f"its result is up to {apart:.3g} from ours")
+        return calls
+
+    def more(self) -> dict[str, Any]:
+        return {"flex_block_mask_ms": round(self._made[0], 3)} if self._made else {}
+
+    def timed(self, name: str, calls: Sequence[Call]) -> Run:
+        return TIMERS[name](calls)
+
+
+def _calls(name: str, case: VariantCase, inputs: Sequence[Inputs], made: list[float]) -> list[Call]:
+    if name == "flex":
+        attend = flex(case, made=made)
+        return [functools.partial(attend, x) for x in inputs]
+    options: dict[str, Any]
+    if name == OURS:
+        options = {"causal": case.case.causal}
+        if case.spec is not None:
+            options |= {"spec": case.spec, "params": drawn(case, inputs[0].q.device)}
+    elif case.built_in is None:
+        raise Refused("no built-in mask gives this answer")
+    else:
+        options = dict(case.built_in)
+    return [functools.partial(flashgen.attention, x.q, x.k, x.v, out=x.out, **options) for x in inputs]
+
+
+def visible_pairs(case: VariantCase, values: Mapping[str, Any], device: str | torch.device) -> int:
+    """(query, key) pairs that the mask leaves, over all heads and sequences."""
+    problem, (rows, keys) = case.case, case.case.lengths[0]
+    changes = Changes.of(case.spec, values) if case.spec else Changes()
+    # Heads are looked at one by one where the mask names them, else once.
+    by_head = changes.mask is not None and bool({"head_q", "head_kv"} & names_of(changes.mask).keys())
+    heads = problem.num_heads_q if by_head else 1
+    total = 0
+    for first in range(0, rows, ROWS_AT_ONCE):
+        count = min(ROWS_AT_ONCE, rows - first)
+        scores = torch.empty(1, device=device).expand(problem.batch, heads, 1, count, keys)
+        env = changes.env(Place(rows, keys, first_row=first), scores)
+        seen = torch.ones((1, 1, 1, 1, 1), dtype=torch.bool, device=device)
+        if problem.causal:
+            seen = seen & (env["kv_pos"] <= env["q_pos"])
+        if changes.mask is not None:
+            seen = seen & evaluate(changes.mask, env, torch)
+        total += int(seen.expand_as(scores).sum())
+    return total * (problem.num_heads_q // heads)
+
+
+# -- compiling FlexAttention ahead
+
+
+def _flex_processes(grid: str, cases: Sequence[VariantCase]) -> list[subprocess.Popen[bytes]]:
+    """One for each way that FlexAttention is used, PROCESSES at most; what they leave out compiles later."""
+    names = {case.flex: case.name for case in cases if case.flex in MODS}
+    command = [sys.executable, "-m", "flashgen.runtime.ops.attention.flex", grid]
+    return [subprocess.Popen([*command, name], stdout=subprocess.DEVNULL) for name in list(names.values())[:PROCESSES]]
+
+
+def compile_flex(grid: str, name: str) -> None:
+    start = time.monotonic()
+    for case in load_variants(grid):
+        if case.name == name:
+            x = draw(case.case, "normal", torch.Generator("cuda").manual_seed(0))
+            flex(case)(x)
+            torch.cuda.synchronize()
+            print(f"flex for {case.label}: {time.monotonic() - start:.1f} s after the imports", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    compile_flex(*sys.argv[1:3])

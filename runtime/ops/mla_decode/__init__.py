@@ -1,0 +1,1 @@
+"""MLA decode over a paged cache."""

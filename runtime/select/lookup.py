@@ -1,0 +1,399 @@
+"""From a call to a kernel: precompiled ones first (bundles, then the cache), else compiled.
+
+A call names what it needs (Wanted). Each kernel that could serve it differs from it only in its family, its target and
+in what it can do beyond (writing lse). Results are memoised, so this runs once per kind of call, device and process.
+
+The faster family serves where it can; `why` says which does, and what the faster one lacks. A bundle is there to be
+used: its kernels come first, and only among them does the family decide.
+"""
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.expr.tree import Param
+from flashgen.codegen.families.shared.tiles import KINDS, find_tile
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.slots import mask_choice
+from flashgen.codegen.spec.expressions import SINK, changed
+from flashgen.codegen.spec.fields import rows
+from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
+from flashgen.codegen.target import TARGETS
+from flashgen.errors import BundleError, UnsupportedError
+from flashgen.log import logger
+from flashgen.runtime.launch.driver import device_facts
+from flashgen.runtime.launch.kernel import Kernel
+from flashgen.runtime.launch.split import Cutting, best_twin
+from flashgen.runtime.select.bundle import Bundle
+from flashgen.runtime.select.handles import Form, forget_paths, form, opened, title
+from flashgen.runtime.select.selector import Selector, selector
+from flashgen.runtime.select.variant import Variant
+
+if TYPE_CHECKING:
+    from flashgen.runtime.emulator.kernel import EmulatedKernel
+
+EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
+EMULATED_FIRST = "sm_90"  # the target whose kernels are emulated where the call leaves a choice
+EMULATED_FAMILIES = ("fa2",)  # likewise, of those that have pass fwd
+FAMILIES = ("fa3", "fa2")  # the fastest first. <family>_fwd is what variants for head dims that no spec ships are of
+FAMILIES_OF = {"fwd": FAMILIES, "decode": ("flashmla",), "schedule": ("flashmla",)}  # by pass
+NEEDS_MAPS = frozenset({"fa3"})  # families that read q, k and v through tensor maps
+NO_MAPS = ("q, k or v has rows, heads or sequences that overlap (as expanded tensors do) or lie 2^40 bytes apart: "
+           "tensor maps cannot describe it")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a call asks of its kernel. `spec` is "" or a handle."""
+
+    dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    causal: bool
+    window: bool
+    kv_layout: str
+    lse: bool
+    spec: str = ""
+    tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
+    split: bool = False       # whether blocks had better share the keys of the last tiles: for_sizes
+    pack_gqa: bool | None = False  # whether query heads had better share query tiles; None: they cannot
+    pass_: str = "fwd"
+    page_size: int | None = None  # as a spec has it: 64 where pages can be copied as boxes, which 1 serves too
+
+
+class Choice(NamedTuple):
+    """A variant, and in one line why it is this one."""
+
+    spec: Spec
+    why: str
+
+
+class Registry:
+    """Bundles, specs and loaded kernels of this process."""
+
+    def __init__(self) -> None:
+        self._bundles: list[Bundle] | None = None
+        self._opened: dict[str, Variant | tuple[Spec, ...]] = {}  # by handle; specs of a Variant follow from the call
+        self._kernels: dict[tuple[Wanted, int], Kernel | EmulatedKernel] = {}
+        self._params: dict[str, tuple[Param, ...]] = {}
+        self._forms: dict[str, Form] = {}
+        self._lock = threading.RLock()  # a signal handler that calls a kernel may come while one is being found
+        self.generation = 0  # changes when what was memoised elsewhere may no longer be the first choice
+
+    def in_child(self) -> None:
+        """In a fork: a thread that does not exist here may have held the lock, and no CUDA context came along."""
+        self._lock = threading.RLock()
+        self._kernels = {key: kernel for key, kernel in self._kernels.items() if key[1] == EMULATED}
+        self.generation += 1
+
+    def load_bundle(self, directory: str | Path) -> Bundle:
+        """Serve the kernels of a bundle from now on, before older bundles. BundleError if it is damaged."""
+        bundle = Bundle.load(directory)
+        with self._lock:
+            self._bundles = [bundle, *self._search_path()]
+            self._kernels.clear()
+            self.generation += 1
+        return bundle
+
+    def _search_path(self) -> list[Bundle]:
+        if self._bundles is None:
+            paths = os.environ.get("FLASHGEN_BUNDLE_PATH", "").split(os.pathsep)
+            self._bundles = [_from_search_path(path) for path in paths if path]
+        return self._bundles
+
+    def reload(self) -> None:
+        """Forget all that was read from spec files, and the kernels that came of it."""
+        with self._lock:
+            for memo in (self._opened, self._params, self._forms, self._kernels):
+                memo.clear()
+            forget_paths()
+            _shipped.cache_clear()
+            self.generation += 1
+
+    def _open(self, handle: str) -> Variant | tuple[Spec, ...]:
+        found = self._opened.get(handle)
+        if found is None:
+            found = self._opened[handle] = opened(handle)
+        return found
+
+    def params(self, handle: str) -> tuple[Param, ...]:
+        """What variants of a handle read of each call, sorted by name, the sink last."""
+        found = self._params.get(handle)
+        if found is None:
+            spec = self._open(handle)
+            known = spec.params if isinstance(spec, Variant) else [p for one in spec for p in one.expressions.params]
+            by_name = {param.name: param for param in known if param != SINK}
+            found = self._params[handle] = (*(by_name[name] for name in sorted(by_name)),
+                                            *((SINK,) if SINK in known else ()))
+        return found
+
+    def form(self, handle: str) -> Form:
+        """What sorts the values of a call's parameters."""
+        found = self._forms.get(handle)
+        if found is None:
+            spec = self._open(handle)
+            declared = spec.fields["params"] if isinstance(spec, Variant) else [p for one in spec for p in one.params]
+            found = self._forms[handle] = form(handle, self.params(handle), [param.name for param in declared])
+        return found
+
+    def kernel(self, wanted: Wanted, device_index: int) -> Kernel | EmulatedKernel:
+        """The kernel for a call on cuda:<device_index>, whose context is current, or on the EMULATED one.
+
+        Raises UnsupportedError where none can serve it (or none may be compiled), and what building it raises.
+        """
+        found = self._kernels.get((wanted, device_index))
+        if found is None:
+            with self._lock:
+                found = self._kernels.get((wanted, device_index))
+                if found is None:
+                    found, reason = self._find(wanted, device_index)
+                    logger().debug("%s: %s on device %d; %s", _asked(wanted), found.plan.kernel_name, device_index,
+                                   reason)
+                    self._kernels[wanted, device_index] = found
+        return found
+
+    def num_sms(self, device_index: int) -> int:
+        """Of a device, or of the EMULATED one: what persistent grids are sized for."""
+        if device_index == EMULATED:
+            from flashgen.runtime.emulator.kernel import emulated_num_sms
+
+            return emulated_num_sms()
+        return device_facts(device_index).num_sms
+
+    def for_sizes(self, wanted: Wanted, device_index: int, call: Mapping[str, Any]) -> Wanted:
+        """`wanted` with what the sizes of the call make the better choice: by the tile table alone, so that no kernel
+        is loaded to find out. `call`: as values.launch_values takes it."""
+        if wanted.kv_layout == "varlen" or wanted.window or not wanted.tensor_maps or not self._has_twins(wanted.spec):
+            return wanted
+        head_dims, mask = (wanted.head_dim_qk, wanted.head_dim_v), mask_choice(wanted.causal, wanted.window)
+        for arch in self._archs(device_index):
+            tiles = [find_tile("fa3", arch, mask, *head_dims, kind) for kind in KINDS]
+            cuts = [Cutting(tile.m, tile.n, wanted.causal, kind == "packed", *head_dims, DTYPES[wanted.dtype].bytes)
+                    for tile, kind in zip(tiles, KINDS, strict=True) if tile is not None]
+            if len(cuts) == len(KINDS):
+                splits, packs = best_twin((cuts[0], cuts[1], cuts[2]), self.num_sms(device_index), **call)
+                return replace(wanted, split=splits, pack_gqa=packs)
+        return wanted
+
+    def _has_twins(self, handle: str) -> bool:
+        """Whether variants of a handle may differ in `split` and `pack_gqa`: those with expressions cannot."""
+        spec = self._open(handle) if handle else ()
+        return not isinstance(spec, Variant) and not (spec and all(map(changed, spec)))
+
+    @staticmethod
+    def _archs(device_index: int) -> list[str]:
+        if device_index == EMULATED:
+            return sorted(TARGETS, key=lambda arch: arch != EMULATED_FIRST)
+        return archs_for(device_facts(device_index).cc)
+
+    def _find(self, wanted: Wanted, device_index: int) -> tuple[Kernel | EmulatedKernel, str]:
+        emulated = device_index == EMULATED
+        archs = self._archs(device_index)
+        if wanted.spec:
+            families = EMULATED_FAMILIES if emulated else FAMILIES
+            spec = self._open(wanted.spec)
+            variants = (spec.specs(_kinds_of(wanted, archs, families)) if isinstance(spec, Variant) else spec)
+            choice = Choice(_matching(variants, wanted, archs), "its spec is named")
+        elif emulated:
+            choice = choose(wanted, archs, EMULATED_FAMILIES if wanted.pass_ == "fwd" else None)
+        else:
+            bundled = next(self._bundled(wanted, archs), None)
+            if bundled is not None:
+                return Kernel(*bundled[1], device_index), f"it is in the bundle {bundled[0].path}"
+            choice = choose(wanted, archs)
+        return _emulated(choice.spec) if emulated else _compiled(choice.spec, device_index), choice.why
+
+    def _bundled(self, wanted: Wanted, archs: list[str]) -> Iterator[tuple[Bundle, tuple[Plan, bytes]]]:
+        """(bundle, plan and image) of what bundles have for the call, the best first."""
+        for family in FAMILIES_OF[wanted.pass_]:
+            for arch in archs if _reads(family, wanted) else ():
+                for bundle in self._search_path():
+                    for choice in _selectors(wanted, arch, family):
+                        stored = bundle.get(choice)
+                        if stored is not None:
+                            yield bundle, stored
+
+
+registry = Registry()
+os.register_at_fork(after_in_child=lambda: registry.in_child())
+
+
+def _from_search_path(path: str) -> Bundle:
+    try:
+        return Bundle.load(path)
+    except BundleError as err:
+        raise BundleError(err.what, where=f"{err.where}, which FLASHGEN_BUNDLE_PATH names", allowed=err.allowed,
+                          next=f"{err.next}; or take it off FLASHGEN_BUNDLE_PATH") from err
+
+
+def form_of(handle: str) -> Form:
+    """What sorts the values of a call's parameters."""
+    return registry.form(handle)
+
+
+form_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it while it traces
+
+
+def archs_for(cc: int) -> list[str]:
+    """Targets whose cubins run on a device, the closest first; the `a` twin, which can do more, before the other."""
+    fitting = [t for t in TARGETS.values() if t.runs_on(cc)]
+    if not fitting:
+        raise UnsupportedError(f"compute capability {cc / 10:.1f}",
+                               allowed=", ".join(sorted({f"{t.cc / 10:.1f}" for t in TARGETS.values()})),
+                               next="flashgen doctor")
+    return [t.name for t in sorted(fitting, key=lambda t: (-t.cc, not t.name.endswith("a")))]
+
+
+def _selectors(wanted: Wanted, arch: str, family: str) -> list[Selector]:
+    """Selectors that serve `wanted`, the closest first.
+
+    A window kernel also serves unbounded and causal calls, an lse kernel calls without lse, a batch-invariant one any,
+    and so does one that splits, or does not, and one that packs query heads, or does not. One that gathers rows serves
+    pages of any size.
+    """
+    masks = [(wanted.causal, wanted.window)] + ([] if wanted.window else [(False, True)])
+    pages = (64, 1) if wanted.page_size == 64 else (wanted.page_size,)
+    return [Selector(arch, family, wanted.pass_, wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, causal, window,
+                     wanted.kv_layout, page_size, "none", lse, invariant, split, packed)
+            for page_size in pages for causal, window in masks for lse in ((True,) if wanted.lse else (True, False))
+            for invariant in (False, True)
+            for packed in ((False,) if wanted.pack_gqa is None else (wanted.pack_gqa, not wanted.pack_gqa))
+            for split in (wanted.split, not wanted.split)]
+
+
+def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The spec fields that a call fixes, for each family and target that could serve it."""
+    return [{"family": family, "pass_": wanted.pass_, "arch": arch, "dtype": wanted.dtype,
+             "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v, "causal": wanted.causal,
+             "window": wanted.window, "kv_layout": wanted.kv_layout} for arch in archs for family in families]
+
+
+def _reads(family: str, wanted: Wanted) -> bool:
+    """Whether kernels of the family can read the call's tensors, whatever their shapes."""
+    return wanted.tensor_maps or family not in NEEDS_MAPS
+
+
+def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> Spec:
+    """The variant of a named spec that serves the call, of the fastest family and for the closest target."""
+    serving = [spec for family in FAMILIES_OF[wanted.pass_] for arch in archs for spec in variants
+               if selector(spec.fields(), spec.arch)._replace(score="none") in _selectors(wanted, arch, family)]
+    serving.sort(key=lambda spec: spec.page_size != wanted.page_size)  # stable
+    for spec in serving:
+        if _reads(spec.family, wanted):
+            return spec
+    if serving:
+        raise UnsupportedError(NO_MAPS, where=f"spec={title(wanted.spec)!r}",
+                               allowed="tensors whose rows do not overlap",
+                               next="leave spec out, or give q.contiguous(), k.contiguous() and v.contiguous()")
+    names = sorted({v.variant for v in variants if v.arch in archs})
+    raise UnsupportedError(
+        f"no variant of it serves {_asked(wanted)} on {archs[0]}", where=f"spec={title(wanted.spec)!r}",
+        allowed=", ".join(names[:8]) + (" ..." if len(names) > 8 else "") if names
+        else f"its archs are {', '.join(sorted({v.arch for v in variants}))}",
+        next="add the missing values to the spec, or leave spec out")
+
+
+def why(wanted: Wanted, cc: int) -> str:
+    """One line: which kernel serves a call on a device of compute capability `cc` (10 * major + minor) where no bundle
+    has one, and what keeps the faster families from it. UnsupportedError where nothing serves it."""
+    return choose(wanted, archs_for(cc)).why
+
+
+def choose(wanted: Wanted, archs: list[str], families: tuple[str, ...] | None = None) -> Choice:
+    """The shipped variant that serves the call, or one made for head dims that no shipped spec lists.
+
+    Of the first of `families` (of all that have the pass) that has one, for the first of `archs`. UnsupportedError if
+    none has.
+    """
+    missing: list[str] = []
+    for family in families or FAMILIES_OF[wanted.pass_]:
+        found = _variant(family, wanted, archs)
+        if isinstance(found, Spec):
+            return Choice(found, "; ".join([f"{family}: {found.variant}.{found.arch}", *missing]))
+        missing.append(f"not {family}: {found}")
+    raise UnsupportedError(f"no shipped spec serves {_asked(wanted)} on {archs[0]}", allowed="; ".join(missing),
+                           next="flashgen list")
+
+
+def _variant(family: str, wanted: Wanted, archs: list[str]) -> Spec | str:
+    """The family's variant for the call, shipped or made after a shipped one; where there is none, why."""
+    if not _reads(family, wanted):
+        return NO_MAPS
+    shipped = _shipped()
+    choices = [choice for arch in archs for choice in _selectors(wanted, arch, family)]
+    for choice in choices:
+        if choice in shipped:
+            return shipped[choice]
+    dims: dict[str, Any] = {"head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v}
+    models = {choice._replace(**dims): spec for choice, spec in shipped.items()
+              if spec.name == f"{family}_fwd" and spec.arch in archs}
+    if not any(spec.family == family and spec.arch in archs for spec in shipped.values()):
+        return f"no shipped spec of it lists {' or '.join(archs)}"
+    fitting = [models[choice] for choice in choices if choice in models]
+    if not fitting:
+        return f"its shipped specs do not list {_asked(wanted)}"
+    for spec in fitting:
+        if find_tile(family, spec.arch, mask_choice(spec.causal, spec.window), *dims.values()) is not None:
+            # What the model overrides, it overrides for its own head dims.
+            return spec.with_(**{row.attribute: row.default for row in rows() if row.override}, **dims)
+    return f"it has no tile for head dims {tuple(dims.values())}"
+
+
+@functools.cache
+def _shipped() -> dict[Selector, Spec]:
+    found: dict[Selector, Spec] = {}
+    for path in shipped_spec_paths():
+        for spec in load_specs(path).specs:
+            found.setdefault(selector(spec.fields(), spec.arch), spec)
+    return found
+
+
+def _asked(wanted: Wanted) -> str:
+    mask = "window" if wanted.window else "causal" if wanted.causal else "full"
+    dims = f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v})"
+    if wanted.pass_ != "fwd":
+        return f"{wanted.pass_}, {dims}, {wanted.kv_layout}"
+    return f"{dims}, {mask} mask, {wanted.kv_layout}" + (", lse" if wanted.lse else "")
+
+
+def _compiled(spec: Spec, device_index: int) -> Kernel:
+    from flashgen.codegen.render import plan_and_source  # bundles serve without the generator
+
+    entry = default_cache().get_or_build(*plan_and_source(spec))
+    return Kernel(entry.plan, entry.cubin.image, device_index)
+
+
+def _emulated(spec: Spec) -> EmulatedKernel:
+    from flashgen.codegen.render import plan_and_source
+    from flashgen.runtime.emulator.kernel import EmulatedKernel
+
+    return EmulatedKernel(*plan_and_source(spec))
+
+
+@functools.cache
+def default_cache():  # type: ignore[no-untyped-def]  # -> Cache, whose import opens NVRTC's bindings
+    from flashgen.runtime.compile.cache import Cache
+
+    return Cache()
+
+
+def load_bundle(directory: str | Path) -> Bundle:
+    """Serve the precompiled kernels of `directory` (written by `flashgen bundle`) from now on, without a compiler.
+
+    Raises BundleError if its manifest is damaged or of an incompatible flashgen.
+    """
+    return registry.load_bundle(directory)
+
+
+def reload() -> None:
+    """Read spec files anew: what changed in them counts from the next call on, also in compiled graphs.
+
+    Each file is otherwise read once per process, and each relative path is looked up once per working directory.
+    """
+    registry.reload()

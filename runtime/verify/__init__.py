@@ -1,0 +1,1 @@
+"""Whether a kernel is right, against the fp64 reference."""
