@@ -6,7 +6,7 @@ so that a message cannot drift from its rule.
 """
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class FlashgenError(Exception):
@@ -29,7 +29,7 @@ class FlashgenError(Exception):
             lines.append(self.details)
         return "\n".join(lines).encode(errors="backslashreplace").decode()  # a path may hold half a surrogate pair
 
-    def __reduce__(self) -> tuple:  # keyword-only arguments do not survive the default pickling
+    def __reduce__(self) -> tuple[Any, ...]:  # keyword-only arguments do not survive the default pickling
         return _rebuild, (type(self), self.to_json())
 
     def to_json(self) -> dict[str, str]:
@@ -38,7 +38,7 @@ class FlashgenError(Exception):
 
 
 def _rebuild(cls: type[FlashgenError], fields: dict[str, str]) -> FlashgenError:
-    return cls(**fields)  # type: ignore[arg-type]
+    return cls(**fields)
 
 
 class SpecError(FlashgenError):

@@ -247,16 +247,17 @@ def _frozen(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    text = _typed(value, str, "a text")
+    text: str = _typed(value, str, "a text")
     if "\0" in text or (not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)):
         raise BadFile(f"is {_shown(text)}", allowed="text without NUL and without halves of characters")
     return text
 
 
 def _int(value: Any) -> int:
-    if not -2**63 <= _typed(value, int, "a whole number") < 2**63:
+    number: int = _typed(value, int, "a whole number")
+    if not -2**63 <= number < 2**63:
         raise BadFile(f"is {value}", allowed="a whole number of 64 bits")
-    return value
+    return number
 
 
 def _bool(value: Any) -> bool:

@@ -277,7 +277,8 @@ def _ask(question: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {CHILD_LIMIT_S:.0f} s", "next": ""}
     try:
-        return json.loads(child.stdout.splitlines()[-1])
+        answer: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+        return answer
     except (IndexError, ValueError):
         last = (child.stderr.strip().splitlines() or ["no output"])[-1]
         return {"error": f"the check ended with exit status {child.returncode}: {last}", "next": ""}

@@ -5,7 +5,7 @@ import difflib
 import keyword
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast, get_args
 
 from flashgen.codegen.expr.tree import (
     DIMS,
@@ -18,6 +18,7 @@ from flashgen.codegen.expr.tree import (
     Param,
     ScalarParam,
     TensorParam,
+    Type,
     round_float,
 )
 from flashgen.errors import SpecError
@@ -64,8 +65,8 @@ def _param(name: str, fields: object, where: str) -> Param:
     if kind == "tensor":
         _keys(fields, ("type", "dtype", "shape", "sorted"), where)
         return _tensor(name, fields.get("dtype"), fields.get("shape"), fields.get("sorted", False), where)
-    if not isinstance(kind, str) or kind not in ("int", "float", "bool"):
-        known = ("int", "float", "bool", "tensor")
+    if not isinstance(kind, str) or kind not in get_args(Type):
+        known = (*get_args(Type), "tensor")
         close = difflib.get_close_matches(str(kind)[:MAX_NAME], known, n=1)
         raise SpecError(f"has no type that is known: {str(kind)[:MAX_NAME]!a}" if "type" in fields else "has no type",
                         where=f"{where}.type", allowed=", ".join(known), nearest=close[0] if close else "")
@@ -73,7 +74,7 @@ def _param(name: str, fields: object, where: str) -> Param:
     default = fields.get("default")
     if default is not None:
         default = as_scalar(kind, default, f"{where}.default")
-    return ScalarParam(name, kind, default)  # type: ignore[arg-type]
+    return ScalarParam(name, cast(Type, kind), default)
 
 
 def as_scalar(kind: str, value: object, where: str) -> int | float | bool:
@@ -82,8 +83,9 @@ def as_scalar(kind: str, value: object, where: str) -> int | float | bool:
         return value
     if kind == "int" and type(value) is int and INT_MIN <= value <= INT_MAX:
         return value
-    if kind == "float" and type(value) in (int, float) and -FLOAT_MAX <= value <= FLOAT_MAX:  # type: ignore[operator]
-        return round_float(float(value))  # type: ignore[arg-type]
+    if (kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool)
+            and -FLOAT_MAX <= value <= FLOAT_MAX):
+        return round_float(float(value))
     allowed = {"bool": "true or false", "int": f"a whole number, {INT_MIN} to {INT_MAX}",
                "float": f"a finite number of at most {FLOAT_MAX:.2g} in size"}
     raise SpecError(f"is {str(value)[:MAX_NAME]!a}", where=where, allowed=allowed[kind])

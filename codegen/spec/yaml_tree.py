@@ -114,7 +114,8 @@ def _compose(text: str, where: str) -> yaml.Node | None:
     try:
         loader = _Loader(text)
         try:
-            return loader.get_single_node()
+            node: yaml.Node | None = loader.get_single_node()
+            return node
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:

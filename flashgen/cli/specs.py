@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -13,6 +13,8 @@ from flashgen.errors import EnvironmentError_
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
+
+_T = TypeVar("_T")
 
 
 def register(app: typer.Typer) -> None:
@@ -55,7 +57,7 @@ def _variants(specs: list[Spec]) -> Output:
     return Output(data, [Table(("variant", "archs"), [(name, " ".join(found)) for name, found in archs.items()])])
 
 
-def _unique(values: Iterable) -> list:
+def _unique(values: Iterable[_T]) -> list[_T]:
     return list(dict.fromkeys(values))
 
 

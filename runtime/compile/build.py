@@ -148,7 +148,7 @@ def jobs_default() -> int:
 def _memory_available_bytes() -> int:
     """Free memory of the machine, or what the container's limit leaves, whichever is less."""
     meminfo = Path("/proc/meminfo").read_text()
-    free = int(re.search(r"MemAvailable:\s+(\d+) kB", meminfo)[1]) * 1024  # type: ignore[index]
+    free = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = re.search(r"^anon (\d+)", Path("/sys/fs/cgroup/memory.stat").read_text(), re.MULTILINE)

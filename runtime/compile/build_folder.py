@@ -226,7 +226,7 @@ def _text(writer: Any) -> bytes:
 
 
 def _path(path: Path) -> str:
-    return _syntax().escape_path(*_paths([path]))
+    return str(_syntax().escape_path(*_paths([path])))
 
 
 def _paths(paths: Iterable[Path]) -> list[str]:

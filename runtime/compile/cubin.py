@@ -42,11 +42,11 @@ class Resources:
     static_smem_bytes: Count
     warnings: tuple[str, ...] = ()  # C75xx and C76xx lines of the log
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "warnings": list(self.warnings)}  # as JSON gives it back
 
     @classmethod
-    def from_dict(cls, raw: dict) -> Resources:
+    def from_dict(cls, raw: dict[str, Any]) -> Resources:
         return cls(**{**raw, "warnings": tuple(raw["warnings"])})
 
 

@@ -121,7 +121,8 @@ def read_listed(path: Path, expected: FileFacts) -> bytes:
 
 def read_meta(folder: Path) -> Meta:
     """What an entry says of itself. Raises OSError and BadFile."""
-    return build(read_signed(folder / META, MAX_META_BYTES), Meta)
+    meta: Meta = build(read_signed(folder / META, MAX_META_BYTES), Meta)
+    return meta
 
 
 def read_entry(folder: Path, key: str, plan: Plan) -> Entry | None:

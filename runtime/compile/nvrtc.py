@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.source import Source
@@ -36,7 +36,7 @@ _EXCERPTS_MAX = 6
 def _api() -> ModuleType:
     """cuda.bindings.nvrtc with the library loaded. EnvironmentError_ names the missing package."""
     try:
-        from cuda.bindings import nvrtc  # type: ignore[import-untyped]
+        from cuda.bindings import nvrtc
     except ImportError as err:
         raise EnvironmentError_(f"cuda-bindings cannot be imported: {err}",
                                 next='pip install "cuda-bindings>=12.9.4,<14"') from err
@@ -45,10 +45,10 @@ def _api() -> ModuleType:
     except (RuntimeError, OSError) as err:
         raise EnvironmentError_(f"the NVRTC library cannot be loaded: {err}",
                                 next="pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12") from err
-    return nvrtc
+    return cast(ModuleType, nvrtc)
 
 
-def _ok(result: tuple) -> Any:
+def _ok(result: tuple[Any, ...]) -> Any:
     """The values of a bindings call; CompileError if its status is not success."""
     status, *values = result
     if status != _api().nvrtcResult.NVRTC_SUCCESS:
@@ -59,7 +59,8 @@ def _ok(result: tuple) -> Any:
 @functools.cache
 def nvrtc_version() -> tuple[int, int]:
     """(major, minor) of the NVRTC that would compile. The first call opens the library; later ones are free."""
-    return _ok(_api().nvrtcVersion())
+    major, minor = _ok(_api().nvrtcVersion())
+    return major, minor
 
 
 @functools.cache
@@ -156,7 +157,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=lambda: _idle.release()
 
 
 def _fetch(size: Any, get: Any, program: Any) -> bytes:
-    buffer = b" " * _ok(size(program))  # the bindings write into it
+    buffer: bytes = b" " * _ok(size(program))  # the bindings write into it
     _ok(get(program, buffer))
     return buffer
 

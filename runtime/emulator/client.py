@@ -145,7 +145,7 @@ class Worker:
         while True:
             line = self._line(process)
             try:
-                answer = json.loads(line)
+                answer: dict[str, Any] = json.loads(line)
             except ValueError:
                 raise WorkerDied(f"the emulator's process said {line[:80]!r}, which is no answer") from None
             if "unloadable" in answer:
