@@ -17,16 +17,16 @@ from flashgen.errors import UnsupportedError
 MAX_PARTS = 128             # of the keys of one query tile
 MAX_ROUNDS = 4              # of parts over all SMs: more never paid
 PACKING_GAIN = 0.75         # of the rows multiplied: with more of them left, packing is not worth its slower stores
-# Key tiles as wide as that, which only kernels that split have, pay from so many keys on, split or not (docs/fa3.md).
+# Only kernels that split have key tiles this wide. They pay from this many keys on, split or not (docs/lab/fa3.md).
 WIDE_TILE, WIDE_KEYS = 128, 4096
-SPLIT_GAIN = 0.012          # docs/fa3.md: predicted gains below it were losses
+SPLIT_GAIN = 0.012          # docs/lab/fa3.md: predicted gains below it were losses
 MANY_ROUNDS = 4             # of the tallest tiles over all SMs: from there on, less tall ones only cost
-# Clocks, fitted to every number of warpgroups and parts of 250 calls on an H200 (docs/fa3.md). Of a query tile's way in
-# and out, for each warpgroup; of each further round of tiles or parts; of waiting for the last parts; of each byte of
-# parts written and read back.
+# Four costs in SM cycles, fitted to every number of warpgroups and parts of 250 calls on an H200 (docs/results/fa3.md):
+# prologue and epilogue of a query tile per warpgroup, one more wave, one wait for parts, one byte of parts written and
+# read back.
 WARPGROUP_CLOCKS, ROUND_CLOCKS, MERGE_CLOCKS, BYTE_CLOCKS = 600, 1600, 4800, 9.5e-4
 SPLITTING_COSTS = 1.02      # the time of kernels that can split, even where they do not
-SECTION_HEADS = 16          # docs/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
+SECTION_HEADS = 16          # docs/lab/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
 SECTION_BYTES = 32 << 20    # of K and V that L2 keeps beside what else passes through it
 LAST_ROUNDS = 3             # of query tiles over all SMs, sorted by length at the end of the grid
 
@@ -64,7 +64,7 @@ class Cutting(NamedTuple):
     @property
     def step_clocks(self) -> float:
         """What a tile of keys takes: the chain of one warpgroup, products and softmax, or, of many warpgroups, whatever
-        is busiest, with a soft edge between the two. Within a tenth of the timed ones (docs/fa3.md)."""
+        is busiest, with a soft edge between the two. Within a tenth of the timed ones (docs/results/fa3.md)."""
         products = 2 * WARPGROUP_ROWS * self.keys * (self.head_dim_qk + self.head_dim_v) / 4096  # FLOP per clock
         exponentials = WARPGROUP_ROWS * self.keys / 16  # per clock
         # What one warpgroup cannot hide: its softmax, and of its products what the softmax waits for. Fitted.

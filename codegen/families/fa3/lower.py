@@ -40,7 +40,7 @@ CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the 
 # Of the rows of a warp, how many chunks of 8 columns are added up at a time, and parts read together. Two chunks fill a
 # sector of device memory, and keep every SM busy where query tiles are few, as packed ones are; more wait less often.
 MERGED, MERGED_FEW = (4, 4), (2, 6)
-ONE_LOOP_HEAD_DIM = 128   # beyond it, kernels that split have one: a second costs NVRTC 0.3 s of 1.4 (docs/fa3.md)
+ONE_LOOP_HEAD_DIM = 128   # beyond it, kernels that split have one: a second costs NVRTC 0.3 s of 1.4 (docs/lab/fa3.md)
 GATHER_ROWS = (192, 128)  # of kernels that spill with more, up to GATHER_HEAD_DIM and above: more rows, fewer registers
 GATHER_HEAD_DIM = 64
 ASSIGNMENT_BYTES = 56     # of one announcement, at most, and for each warpgroup
@@ -77,7 +77,7 @@ def lower(spec: Spec, target: Target) -> Plan:
     groups = tile.m // WARPGROUP_ROWS
     load_registers, mma_registers = _registers(spec, groups) or (None, None)
     split = spec.split
-    # Without turns, warpgroups whose softmax takes long fall into step (docs/variants.md).
+    # Without turns, warpgroups whose softmax takes long fall into step (docs/lab/variants.md).
     slow = mask == "expression" or spec.expressions.score is not None
     pingpong = (spec.schedule or ("pingpong" if slow else tile.schedule)) == "pingpong" and groups > 1
     packed = spec.pack_gqa  # for few queries, whose tiles are about equally long

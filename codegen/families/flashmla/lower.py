@@ -3,7 +3,8 @@
 One latent of head_dim_qk columns per token serves all heads as key, its first head_dim_v columns as value. A block has
 64 rows (token * num_heads + head) of one request at a time. Two warpgroups hold half of the output columns each, and
 make the scores and weights of every other tile of keys: the softmax of one runs under the products of the other, and
-each tile is read from device memory once. docs/flashmla.md has the schedule drawn in time, and what else was tried.
+each tile is read from device memory once. docs/flashmla.md has the schedule drawn in time, docs/lab/flashmla.md
+what else was tried.
 """
 from __future__ import annotations
 
