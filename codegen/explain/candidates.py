@@ -36,16 +36,15 @@ from flashgen.codegen.explain.counts import (
     Shape,
     parse_shape,
 )
-from flashgen.codegen.families.registry import lower
-from flashgen.codegen.families.shared.params import overridden
-from flashgen.codegen.families.shared.tiles import TileRow, find_tile, kernel_kind
+from flashgen.codegen.families.registry import FAMILIES, lower
+from flashgen.codegen.families.shared.tiles import Row, TileTable
 from flashgen.codegen.mask import TileCounts, tile_counts, visible_pairs
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.smem import ELEMENT_BYTES
 from flashgen.codegen.spec.spec import Roles, Spec, Tile
 from flashgen.codegen.target import TARGETS
-from flashgen.codegen.warpgroup import MAX_WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_WARPS
+from flashgen.codegen.warpgroup import WARPGROUP_WARPS
 from flashgen.errors import FlashgenError, PlanError, SpecError, UnsupportedError
 
 MAX_CANDIDATES = 128              # every row timed so far is among the first 110
@@ -57,20 +56,10 @@ TRIP_CLOCKS = 100                 # of a key tile: barriers, reductions over a r
 LOAD_CLOCKS = 1000                # from the request of a tile to its arrival
 START_CLOCKS = 1500               # of a query tile: its queries' way in and its output's way out
 SCHEDULERS = 4                    # of an SM
-MAX_ACTORS = 3                    # more of them fill no gaps: chosen so that the timed rows of tiles.py rank high
+MAX_ACTORS = 3                    # more of them fill no gaps: chosen so that the timed rows of tile tables rank high
 TOKENS, HIDDEN, SEQLENS = 16384, 2048, (512, 2048, 8192)  # of the default problems
 DEFAULT_WINDOW = (1024, 0)        # of those, for variants with a window
 
-_KEYS = tuple(range(32, 257, 16))
-_STAGES = (2, 3, 4, 5)
-_WARPGROUPS = tuple(range(1, MAX_WARPGROUPS + 1))
-# The axes of each family. fa3: four warps for every 64 rows, so `warps` follows m.
-GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "fa2": {"m": (64, 128, 192, 256), "n": _KEYS, "warps": (4, 8), "stages": _STAGES, "blocks_per_sm": (1, 2, 3, 4),
-            "q_operand": ("shared", "registers")},
-    "fa3": {"m": tuple(WARPGROUP_ROWS * count for count in _WARPGROUPS), "n": _KEYS, "stages": _STAGES,
-            "q_stages": (1, 2), "p_operand": ("registers", "shared"), "schedule": ("overlap", "pingpong")},
-}
 # What a refusal is counted under, by a word of its text; the first that occurs.
 _REFUSALS = {"registers": "more registers than a thread has", "shared memory": "more shared memory than there is",
              "threads": "more threads than fit", "fragments": "query rows that the warps cannot share out",
@@ -79,28 +68,22 @@ _REFUSALS = {"registers": "more registers than a thread has", "shared memory": "
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tile fields of a spec; None where the family has no such field."""
+    """The tile fields of a spec; `own`: those that its family alone has, with their values."""
 
     m: int
     n: int
     warps: int
     stages: int
-    blocks_per_sm: int | None = None
-    q_operand: str | None = None
-    q_stages: int | None = None
-    p_operand: str | None = None
-    schedule: str | None = None
+    own: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        more = (f"{self.blocks_per_sm} blocks, q in {self.q_operand}" if self.q_operand
-                else f"{self.q_stages} query stages, p in {self.p_operand}, {self.schedule}")
-        return f"{self.m} x {self.n}, {self.warps} warps, {self.stages} stages, {more}"
+        return f"{self.m} x {self.n}, {self.warps} warps, {self.stages} stages, " + ", ".join(
+            f"{name} {value}" for name, value in self.own)
 
     def applied_to(self, spec: Spec) -> Spec:
         """The spec with these fields explicit. SpecError where they break its rules."""
         return spec.with_(tile=Tile(m=self.m, n=self.n), roles=Roles(mma=self.warps), stages=self.stages,
-                          blocks_per_sm=self.blocks_per_sm, q_operand=self.q_operand, q_stages=self.q_stages,
-                          p_operand=self.p_operand, schedule=self.schedule)
+                          **dict(self.own))
 
 
 @dataclass(frozen=True)
@@ -201,39 +184,49 @@ def candidates(spec: Spec, shapes: Sequence[Shape], limit: int = MAX_CANDIDATES)
                       there[0] if there else None, "" if there else str(present))
 
 
+def tile_table(spec: Spec) -> TileTable[Any]:
+    """The table of the spec's family. PlanError for one that has one tile."""
+    tiles = FAMILIES[spec.family].tiles
+    if tiles is None:
+        raise PlanError(f"family {spec.family} has one tile", where=spec.variant,
+                        allowed=", ".join(name for name, family in FAMILIES.items() if family.tiles))
+    return tiles
+
+
 def tilings(spec: Spec) -> Iterator[Tiling]:
     """The grid of the spec's family, narrowed to what the spec sets. PlanError for a family that has one tile."""
-    if spec.family not in GRIDS:
-        raise PlanError(f"family {spec.family} has one tile", where=spec.variant, allowed=", ".join(GRIDS))
-    axes = {name: _fixed(spec).get(name, values) for name, values in GRIDS[spec.family].items()}
+    table, fixed = tile_table(spec), _fixed(spec)
+    axes = {name: fixed.get(name, values) for name, values in table.axes.items()}
     for values in itertools.product(*axes.values()):
-        tiling = dict(zip(axes, values, strict=True))
-        warps = _fixed(spec).get("warps", (tiling["m"] // WARPGROUP_ROWS * WARPGROUP_WARPS,))[0]
-        yield Tiling(**{"warps": warps, **tiling})
+        tile = dict(zip(axes, values, strict=True))
+        if table.rows_per_warp:
+            tile["warps"] = fixed.get("warps", (tile["m"] // table.rows_per_warp,))[0]
+        yield Tiling(tile["m"], tile["n"], tile["warps"], tile["stages"],
+                     tuple((name, tile[name]) for name in table.own))
 
 
-def present_row(spec: Spec) -> TileRow:
+def present_row(spec: Spec) -> Row:
     """The row of the table that serves the variant. PlanError without one."""
-    row = find_tile(spec.family, spec.arch, mask_choice(spec.causal, spec.window), spec.head_dim_qk, spec.head_dim_v,
-                    kernel_kind(spec.split, spec.pack_gqa))
+    table = tile_table(spec)
+    row: Row | None = table.find(spec.arch, mask_choice(spec.causal, spec.window), spec.head_dim_qk, spec.head_dim_v,
+                                 table.kind_of(spec))
     if row is None:
         raise PlanError(f"no {spec.family} tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {spec.arch}",
-                        where=spec.variant, next="add a row to codegen/families/shared/tiles.py to tune from")
+                        where=spec.variant, next=f"add a row to codegen/families/{spec.family}/tiles.py to tune from")
     return row
 
 
 def present_tiling(spec: Spec) -> Tiling:
     """What the variant gets today: the table's row, with the spec's own fields in place."""
-    row = overridden(spec, present_row(spec))
-    own = ({"blocks_per_sm": row.blocks_per_sm, "q_operand": row.q_operand} if spec.family == "fa2" else
-           {"q_stages": row.q_stages, "p_operand": row.p_operand, "schedule": spec.schedule or row.schedule})
-    return Tiling(row.m, row.n, row.warps, row.stages, **own)  # type: ignore[arg-type]
+    table = tile_table(spec)
+    row = table.overridden(spec, present_row(spec))
+    return Tiling(row.m, row.n, row.warps, row.stages,
+                  tuple((name, getattr(spec, name) or getattr(row, name)) for name in table.own))
 
 
 def _fixed(spec: Spec) -> dict[str, tuple[Any, ...]]:
     """The axes that the spec sets itself, each with its one value."""
-    values = {name: getattr(spec, name)
-              for name in ("stages", "blocks_per_sm", "q_operand", "q_stages", "p_operand", "schedule")}
+    values = {name: getattr(spec, name) for name in ("stages", *tile_table(spec).own)}
     if spec.tile is not None:
         values |= {"m": spec.tile.m, "n": spec.tile.n}
     if spec.roles is not None:

@@ -13,7 +13,7 @@ from flashgen.codegen.explain.tile_map import FULL, PARTIAL, SKIP, Question, Til
 from flashgen.codegen.expr.params import as_scalar
 from flashgen.codegen.expr.parse import parse
 from flashgen.codegen.expr.tree import SCOPE, Const, Expr, Name, Op, Param, ScalarParam, TensorParam, walk
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.registry import FAMILIES, lower
 from flashgen.codegen.plan import Expression, Plan
 from flashgen.codegen.spec.expressions import NONE
 from flashgen.codegen.spec.spec import Spec
@@ -72,7 +72,8 @@ def check(specs: Sequence[Spec], seqlen_q: int = 2048, seqlen_kv: int | None = N
 
     A tensor takes one number for all its elements, or index//N: element i along the last dimension is i // N.
     """
-    spec = typical([s for s in specs if s.family == "fa3"] or specs)
+    ranks = [FAMILIES[spec.family].rank for spec in specs]
+    spec = typical([spec for spec, rank in zip(specs, ranks, strict=True) if rank == min(ranks)])
     seqlen_kv = seqlen_q if seqlen_kv is None else seqlen_kv
     for name, length in (("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv)):
         if not 1 <= length <= 1 << 20:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.explain.tile_map import Question, pairs_of, tile_map
 from flashgen.codegen.expr.tree import INT_MAX, ScalarParam
 from flashgen.codegen.mask import TileCounts, tile_counts, visible_pairs
 from flashgen.codegen.plan import Plan, registers_per_thread_max
-from flashgen.codegen.spec.spec import Spec
-from flashgen.codegen.spec.yaml_tree import show
+from flashgen.codegen.spec.show import show
 from flashgen.codegen.target import TARGETS, Device, Target
 from flashgen.codegen.warpgroup import RegisterNeed, register_need
 from flashgen.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec.spec import Spec
 
 LSE_BYTES = 4
 # Of one Hopper SM and clock. The device's clock follows from its bf16 rate and the first of these.

@@ -3,30 +3,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from flashgen.codegen.explain.counts import Counts, Shape, count
-from flashgen.codegen.explain.mla import DecodeExplanation, explain_decode
-from flashgen.codegen.explain.text import draw
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.registry import FAMILIES, lower, passes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
+from flashgen.codegen.target import Target
 from flashgen.errors import UnsupportedError
 
-# The variant shown for a file when the caller names none: what most people run.
+# The variant shown for a file when the caller names none: what most people run. Families may ask for more.
 TYPICAL = {"arch": "sm_90", "dtype": "bf16", "head_dim_qk": 128, "causal": True, "window": False, "kv_layout": "dense"}
 
 
-class Explanation(Counts):
+class Explanation(Protocol):
     """str() is one screen of text."""
 
-    def __str__(self) -> str:
-        return draw(self)
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def shape(self) -> Any: ...
+    @property
+    def target(self) -> Target: ...
+    def to_json(self) -> dict[str, Any]: ...
 
 
 def explain(spec: Spec | str | os.PathLike[str], *, registers: int | None = None, variants: int = 1,
-            **problem: Any) -> Explanation | DecodeExplanation:
-    """What the kernel of `spec` does for a call of these sizes (fields of Shape or DecodeShape: batch, seqlen_q, ...).
+            **problem: Any) -> Explanation:
+    """What the kernel of `spec` does for a call of these sizes (batch, seqlen_q, ...: of attention those of Shape).
 
     Of a spec file (a path, or the name of a shipped one) the most ordinary variant is taken, see TYPICAL. `registers`
     per thread are a build's. Raises SpecError, PlanError, and UnsupportedError for sizes that make no call.
@@ -38,18 +41,22 @@ def explain(spec: Spec | str | os.PathLike[str], *, registers: int | None = None
 
 
 def explain_plan(plan: Plan, spec: Spec, *, registers: int | None = None, variants: int = 1, **problem: Any
-                 ) -> Explanation | DecodeExplanation:
+                 ) -> Explanation:
     """`explain` for a plan that is there already, made from `spec`."""
-    if spec.pass_ == "decode":
-        return explain_decode(plan, registers=registers, variants=variants, **problem)
-    if spec.pass_ != "fwd":
+    found = FAMILIES[spec.family].pass_named(spec.pass_)
+    if found is None or found.explain is None:
+        counted = [name for name, each in passes().items() if each.explain]
         raise UnsupportedError(f"{spec.variant} is of pass {spec.pass_}, whose work is not counted here",
-                               where="explain", allowed="passes fwd and decode",
+                               where="explain", allowed=f"passes {' and '.join(counted)}",
                                next="flashgen build SPEC -o DIR writes the plan and the kernel")
-    return Explanation(**vars(count(plan, spec, Shape.of(**problem), registers=registers, variants=variants)))
+    made: Explanation = found.explain(plan, spec, registers=registers, variants=variants, **problem)
+    return made
 
 
 def typical(specs: Sequence[Spec]) -> Spec:
-    """The variant that agrees with TYPICAL in most fields; the first of several."""
-    return max(specs, key=lambda spec: (spec.page_size == 64 and spec.pass_ == "decode",
-                                        sum(getattr(spec, name) == value for name, value in TYPICAL.items())))
+    """The variant that has what its family says, and agrees with TYPICAL in most fields; the first of several."""
+    def agrees(spec: Spec) -> tuple[bool, int]:
+        asked = FAMILIES[spec.family].typical
+        return (bool(asked) and all(getattr(spec, name) == value for name, value in asked.items()),
+                sum(getattr(spec, name) == value for name, value in TYPICAL.items()))
+    return max(specs, key=agrees)

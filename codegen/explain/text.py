@@ -4,14 +4,17 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.explain import counts
-from flashgen.codegen.explain.counts import Counts
-from flashgen.codegen.plan import Role
+from flashgen.codegen.explain.counts import Counts, Shape
+from flashgen.codegen.plan import Plan, Role
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec.spec import Spec
 
 BAR_WIDTH = 24
 NOTE_WIDTH = 116
@@ -19,8 +22,17 @@ _FULL, _EMPTY = "█", "·"
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
-def draw(e: Counts) -> str:
-    return "\n".join(line.rstrip() for part in _PARTS for line in part(e))
+class Explanation(Counts):
+    """str() is one screen of text."""
+
+    def __str__(self) -> str:
+        return "\n".join(line.rstrip() for part in _PARTS for line in part(self))
+
+
+def explain_attention(plan: Plan, spec: Spec, *, registers: int | None = None, variants: int = 1, **problem: Any
+                      ) -> Explanation:
+    """Of a pass that answers attention. UnsupportedError for sizes that make no call."""
+    return Explanation(**vars(counts.count(plan, spec, Shape.of(**problem), registers=registers, variants=variants)))
 
 
 def si(value: float, unit: str) -> str:

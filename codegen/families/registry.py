@@ -1,26 +1,77 @@
-"""spec -> plan: one module per family."""
+"""The families, a row each, and what is asked of all of them. Light: lowering is imported when it is called."""
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from flashgen.codegen import plan as plans
-from flashgen.codegen.families.fa2 import lower as fa2
-from flashgen.codegen.families.fa3 import lower as fa3
-from flashgen.codegen.families.flashmla import lower as flashmla
+from flashgen.codegen.families.fa2.family import FA2
+from flashgen.codegen.families.fa3.family import FA3
+from flashgen.codegen.families.family import Family, Pass
+from flashgen.codegen.families.flashmla.family import FLASHMLA
+from flashgen.codegen.families.shared.tiles import Row
 from flashgen.codegen.plan import Plan
-from flashgen.codegen.spec.spec import Spec
 from flashgen.codegen.target import TARGETS, Target
 from flashgen.errors import PlanError
 
-FAMILIES = {("fa2", "fwd"): fa2.lower, ("fa3", "fwd"): fa3.lower, ("flashmla", "decode"): flashmla.lower_decode,
-            ("flashmla", "schedule"): flashmla.lower_schedule}
+if TYPE_CHECKING:
+    from flashgen.codegen.spec.spec import Spec
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (FA2, FA3, FLASHMLA)}
+DEFAULT = next(family.name for family in FAMILIES.values() if family.default)
+
+
+def fastest_first(pass_: str, *, emulated: bool = False) -> tuple[Family, ...]:
+    """The families that have the pass; `emulated`: those that serve CPU tensors unasked."""
+    found = (family for family in FAMILIES.values() if family.pass_named(pass_) and (family.emulated or not emulated))
+    return tuple(sorted(found, key=lambda family: family.rank))
+
+
+def passes() -> dict[str, Pass]:
+    """Each pass by name, of the first family that has one of this name."""
+    found: dict[str, Pass] = {}
+    for family in FAMILIES.values():
+        for each in family.passes:
+            found.setdefault(each.name, each)
+    return found
+
+
+def op_of(one: Any) -> str:
+    """The operation that a Spec or a Plan answers."""
+    found = FAMILIES[one.family].pass_named(one.pass_)
+    assert found is not None, one
+    return found.op
+
+
+def families_of(op: str) -> list[str]:
+    """Names of those that answer an operation."""
+    return [family.name for family in FAMILIES.values() if any(found.op == op for found in family.passes)]
+
+
+def implied_family(name: str) -> str:
+    """The family that a variant's name need not say again."""
+    first = name.partition("_")[0]
+    return next((found.name for found in FAMILIES.values() if first in (found.name, *found.short_names)), DEFAULT)
+
+
+def targets_of(family: str) -> list[str]:
+    return [name for name, target in TARGETS.items() if FAMILIES[family].feature in target.features]
+
+
+def find_tile(family: str, target: str, mask: str, head_dim_qk: int, head_dim_v: int, kind: str = "whole"
+              ) -> Row | None:
+    """As TileTable.find, of the family's table; None where it has none."""
+    tiles = FAMILIES[family].tiles
+    return tiles.find(target, mask, head_dim_qk, head_dim_v, kind) if tiles else None
 
 
 def lower(spec: Spec, target: Target | None = None) -> Plan:
     """The verified plan of one variant. Raises PlanError where it cannot fit `target` (by default the spec's arch)."""
     target = target or TARGETS[spec.arch]
-    family = FAMILIES.get((spec.family, spec.pass_))
-    if family is None:
+    found = FAMILIES[spec.family].pass_named(spec.pass_)
+    if found is None:
         raise PlanError(f"no lowering for family {spec.family}, pass {spec.pass_}", where=spec.variant,
-                        allowed=", ".join("/".join(key) for key in FAMILIES))
-    plan = family(spec, target)
+                        allowed=", ".join(f"{family.name}/{each.name}" for family in FAMILIES.values()
+                                          for each in family.passes))
+    plan = found.lower(spec, target)
     plans.verify(plan, target)
     return plan

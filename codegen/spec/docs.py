@@ -8,7 +8,7 @@ from typing import Any
 
 from flashgen.codegen.spec.fields import Row, allowed, rows
 from flashgen.codegen.spec.rules import RULES
-from flashgen.codegen.spec.yaml_tree import show
+from flashgen.codegen.spec.show import show
 
 
 def json_schema() -> dict[str, Any]:
@@ -43,7 +43,7 @@ def _value(row: Row) -> dict[str, Any]:
     if row.nullable:
         schema = {"anyOf": [schema, {"type": "null"}]}
     default = {} if row.required else {"default": row.default or {} if row.name == "params" else row.default}
-    about = row.about + (f" [{row.unit}]" if row.unit else "") + (f" (only {row.family})" if row.family else "")
+    about = row.about + (f" [{row.unit}]" if row.unit else "") + (f" (only {row.families})" if row.families else "")
     return {"description": about, **default, **schema}
 
 
@@ -62,7 +62,7 @@ def fields_markdown() -> str:
         for row in (top, *top.parts):
             default = "required" if row.required else "" if row.default in (None, ()) else show(row.default)
             cells = (f"`{row.name}`", row.about, row.unit, "see below" if row.parts else allowed(row), default,
-                     row.family)
+                     row.families)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     rules = "\n".join(f"- {rule.about}" for rule in RULES)
     override = ", ".join(f"`{row.name}`" for row in rows() if row.override)

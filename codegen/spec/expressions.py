@@ -9,14 +9,16 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.expr.canon import canonical
 from flashgen.codegen.expr.params import read_params
 from flashgen.codegen.expr.parse import parse
 from flashgen.codegen.expr.tree import Expr, Param, TensorParam, names_of
-from flashgen.codegen.spec.view import SpecView
 from flashgen.errors import SpecError
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec.fields import Common
 
 NONE = "none"  # in place of an expression
 SINK = TensorParam("sink", "float32", ("num_heads_q",))  # what `sink: per_head` adds to the parameters
@@ -59,7 +61,7 @@ def plain_params(params: tuple[Param, ...]) -> dict[str, dict[str, Any]]:
             if isinstance(param, TensorParam) else {"type": param.type, "default": param.default} for param in params}
 
 
-def expressions(spec: SpecView) -> Expressions:
+def expressions(spec: Common) -> Expressions:
     """Raises SpecError at Spec.score or Spec.mask, with the column in the text."""
     return _expressions(spec.score, spec.mask, spec.params, spec.sink)
 
@@ -74,9 +76,9 @@ def _expressions(score: str, mask: str, params: tuple[Param, ...], sink: str) ->
     return Expressions(trees["score"], trees["mask"], (*read, *((SINK,) if sink != NONE else ())))
 
 
-# ---- rules between fields: spec_rules.RULES lists them
+# ---- rules between fields: rules.RULES lists them
 
-def readable(spec: SpecView) -> SpecError | None:
+def readable(spec: Common) -> SpecError | None:
     try:
         expressions(spec)
     except SpecError as error:
@@ -87,7 +89,7 @@ def readable(spec: SpecView) -> SpecError | None:
     return None
 
 
-def shapes(spec: SpecView) -> SpecError | None:
+def shapes(spec: Common) -> SpecError | None:
     """A packed call has no common length, and a padded one no total."""
     absent, has = (_PADDED, _PACKED) if spec.kv_layout == "varlen" else (_PACKED, _PADDED)
     for param in expressions(spec).params:
@@ -99,7 +101,7 @@ def shapes(spec: SpecView) -> SpecError | None:
     return None
 
 
-def one_mask(spec: SpecView) -> SpecError | None:
+def one_mask(spec: Common) -> SpecError | None:
     built_in = next((name for name in ("causal", "window") if getattr(spec, name)), None)
     if spec.mask == NONE or built_in is None:
         return None
@@ -107,7 +109,7 @@ def one_mask(spec: SpecView) -> SpecError | None:
                      next="`kv_pos <= q_pos and (...)` makes a mask causal")
 
 
-def alignment(spec: SpecView) -> SpecError | None:
+def alignment(spec: Common) -> SpecError | None:
     if spec.align == "bottom_right" or (expressions(spec) and not spec.causal and not spec.window):
         return None
     return SpecError("align is top_left " + ("together with causal or window" if spec.causal or spec.window
@@ -115,7 +117,7 @@ def alignment(spec: SpecView) -> SpecError | None:
                      allowed='bottom_right; a call says causal="top_left" to causal and window kernels')
 
 
-def unnormalized(spec: SpecView) -> SpecError | None:
+def unnormalized(spec: Common) -> SpecError | None:
     if spec.normalize == "softmax":
         return None
     for name, value, fix in (("lse", True, "false"), ("sink", "per_head", "none")):
@@ -125,22 +127,7 @@ def unnormalized(spec: SpecView) -> SpecError | None:
     return None
 
 
-def changed(spec: SpecView) -> str | None:
-    """A field that makes it another attention than softmax's, of those that kernels for few queries do not know."""
-    return next((name for name, plain in (("score", NONE), ("mask", NONE), ("sink", NONE), ("normalize", "softmax"))
-                 if getattr(spec, name) != plain), None)
-
-
-def whole(spec: SpecView) -> SpecError | None:
-    asked = next((name for name in ("split", "pack_gqa") if getattr(spec, name)), None)
-    reason = changed(spec)
-    if asked is None or reason is None:
-        return None
-    return SpecError(f"{asked} is true together with {reason}", where=f"Spec.{asked}", allowed="false",
-                     nearest=f"{asked}: false")
-
-
-def unused(specs: Sequence[SpecView]) -> Iterator[str]:
+def unused(specs: Sequence[Common]) -> Iterator[str]:
     """Parameters that no variant of a file reads."""
     read = {param.name for spec in specs for param in expressions(spec).params}
     yield from sorted({param.name for spec in specs for param in spec.params} - read)

@@ -1,6 +1,7 @@
 """The table of spec fields: one pydantic model from which checks, error texts, schema and documentation come.
 
-A Spec is one variant for one target: scalars only. spec.py makes Specs out of files whose fields may be lists.
+A Spec is one variant for one target: scalars only. spec.py makes Specs out of files whose fields may be lists. Its
+fields are those that all families have, in Common, and the options of each family.
 """
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -20,15 +21,18 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PlainSerializer,
     ValidationError,
+    create_model,
     model_validator,
 )
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr.parse import MAX_TEXT
 from flashgen.codegen.expr.tree import DIMS, SCOPE_NAMES
+from flashgen.codegen.families.family import Option
+from flashgen.codegen.families.registry import FAMILIES, implied_family, passes
 from flashgen.codegen.spec import expressions as spec_expr
 from flashgen.codegen.spec import rules as spec_rules
-from flashgen.codegen.spec.yaml_tree import Trap, show
+from flashgen.codegen.spec.show import Trap, show
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import SpecError, together
 
@@ -36,21 +40,22 @@ if TYPE_CHECKING:  # a checker cannot read a Literal made from a table
     Arch = str
     DTypeName = str
     FamilyName = str
+    PassName = str
 else:
     Arch = Literal[tuple(TARGETS)]
     DTypeName = Literal[tuple(DTYPES)]
-    FamilyName = Literal[tuple(spec_rules.FAMILIES)]
+    FamilyName = Literal[tuple(FAMILIES)]
+    PassName = Literal[tuple(passes())]
 
-MAX_HEAD_DIM = 576  # of any family; most stop at spec_rules.FORWARD_HEAD_DIMS
+MAX_HEAD_DIM = 576  # of any family; most stop earlier
 EXTRA = ("mask", "params", "align", "sink", "normalize")  # absent from Spec.fields() at their defaults
 NAME_PATTERN = r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$"  # no double underscore: C++ reserves those
 
 
-def _row(about: str, unit: str = "", *, override: bool = False, family: str = "", others: str = "",
-         words: str = "", **limits: Any) -> Any:
-    """`family`: the only one that has the field; `others` is why the others have it not. `words`: what is allowed,
-    where the limits do not say it."""
-    extra: dict[str, Any] = {"unit": unit, "override": override, "family": family, "others": others, "words": words}
+def _row(about: str, unit: str = "", *, override: bool = False, families: str = "", words: str = "", **limits: Any
+         ) -> Any:
+    """`families`: those that alone have the field. `words`: what is allowed, where the limits do not say it."""
+    extra: dict[str, Any] = {"unit": unit, "override": override, "families": families, "words": words}
     return Field(description=about, json_schema_extra=extra, **limits)
 
 
@@ -67,14 +72,13 @@ class Roles(_Frozen):
     mma: Annotated[int, _row("warps that multiply and keep the softmax state", "warps", ge=1, le=16)]
 
 
-class Spec(_Frozen):
-    """One variant for one target. Every way to make one raises SpecError, and nothing else, on a bad value."""
+class Common(_Frozen):
+    """The fields that all families have, though some take one value of them."""
 
     name: Annotated[str, _row("first part of the kernels' names", pattern=NAME_PATTERN, max_length=64)]
     family: Annotated[FamilyName, _row("algorithm, a folder of codegen/families")]
-    pass_: Annotated[Literal["fwd", "decode", "schedule"], _row(
-        "fwd: many queries; decode: a few new ones over a cache; schedule: which block of a decode does what, worked "
-        "out on the device", alias="pass")]
+    pass_: Annotated[PassName, _row("; ".join(f"{found.name}: {found.about}" for found in passes().values()),
+                                    alias="pass")]
     arch: Annotated[Arch, _row("compilation target, as NVRTC spells it")]
     dtype: Annotated[DTypeName, _row("element type of q, k, v and out")]
     head_dim_qk: Annotated[int, _row(
@@ -88,9 +92,6 @@ class Spec(_Frozen):
     kv_layout: Annotated[Literal["dense", "varlen", "paged"], _row(
         "dense: [batch, seqlen, heads, dim]; varlen: packed rows with cu_seqlens; paged: a cache of pages, and a table "
         "of each request's")] = "dense"
-    page_size: Annotated[Literal[1, 64] | None, _row(
-        "64: pages of any multiple of 64 rows, copied as boxes; 1: rows copied one by one, whatever the page",
-        "rows", family="flashmla", others="its keys lie in one piece")] = None
     score: Annotated[str, _row(
         "what becomes of a score, already scaled, before the mask: softcap * tanh(score / softcap)",
         words=f"an expression of {', '.join(SCOPE_NAMES)} and params; or none",
@@ -118,32 +119,10 @@ class Spec(_Frozen):
     stages: Annotated[int | None, _row(
         "key/value tiles in flight; nothing means that the plan decides", "tiles", override=True, ge=2, le=5)] = None
     roles: Annotated[Roles | None, _row("warps per role; nothing means that the plan decides", override=True)] = None
-    blocks_per_sm: Annotated[int | None, _row(
-        "blocks the register budget leaves room for; nothing means that the plan decides", "blocks per SM",
-        override=True, family="fa2", others="its blocks are persistent and take an SM each", ge=1, le=8)] = None
-    q_operand: Annotated[Literal["shared", "registers"] | None, _row(
-        "where q waits between key tiles; nothing means that the plan decides", override=True, family="fa2",
-        others="its score product reads q from shared memory")] = None
-    q_stages: Annotated[int | None, _row(
-        "query tiles in flight per warpgroup; nothing means that the plan decides", "tiles", override=True,
-        family="fa3", others="its blocks have one query tile each", ge=1, le=2)] = None
-    p_operand: Annotated[Literal["registers", "shared"] | None, _row(
-        "where weights wait to be multiplied with values; nothing means that the plan decides", override=True,
-        family="fa3", others="its products take them from registers")] = None
-    schedule: Annotated[Literal["overlap", "pingpong"] | None, _row(
-        "what runs under a softmax. overlap: the value product of the key tile before; pingpong: also the products of "
-        "the other warpgroups, which take turns; nothing means that the plan decides",
-        override=True, family="fa3", others="its products are synchronous")] = None
-    split: Annotated[bool, _row(
-        "cut the last, incomplete wave of query tiles along the keys, so that no SM idles, and merge the parts",
-        family="fa3", others="its grid is one block per query tile")] = False
-    pack_gqa: Annotated[bool, _row(
-        "the query heads of a kv head, 64 at most, share query tiles: for few queries, so that keys are read once",
-        family="fa3", others="its query tiles are of one head")] = False
 
     @model_validator(mode="wrap")
     @classmethod
-    def _refuse_with_spec_error(cls, data: Any, handler: ModelWrapValidatorHandler[Spec]) -> Spec:
+    def _refuse_with_spec_error(cls, data: Any, handler: ModelWrapValidatorHandler[Common]) -> Common:
         follows = isinstance(data, dict) and data.get("head_dim_v") is None
         if follows:
             data = {**data, "head_dim_v": data.get("head_dim_qk")}
@@ -160,11 +139,12 @@ class Spec(_Frozen):
     def _of_another_family(self) -> SpecError | None:
         for row in rows():
             value, unset = getattr(self, row.attribute), show(row.default)
-            if row.family not in ("", self.family) and value != row.default:
+            if row.families and self.family not in row.families.split(", ") and value != row.default:
                 return SpecError(
-                    f"{row.name} is {show(value)} with family {self.family}, which has no such field: {row.others}",
-                    where=f"Spec.{row.name}", allowed=f"{unset}; {row.name} is a field of {row.family}", nearest=unset,
-                    next=f"where family is a list, set it in overrides: `when: {{family: {row.family}}}`"
+                    f"{row.name} is {show(value)} with family {self.family}, which has no such field",
+                    where=f"Spec.{row.name}", allowed=f"{unset}; {row.name} is a field of {row.families}",
+                    nearest=unset,
+                    next=f"where family is a list, set it in overrides: `when: {{family: {row.families}}}`"
                     if row.override else "when both are lists, add "
                     f"`- {{family: {self.family}, {row.name}: {show(value)}}}` to exclude")
         return None
@@ -173,33 +153,34 @@ class Spec(_Frozen):
     def variant(self) -> str:
         """The kernel's name without its target: a C identifier, and different for every difference but arch."""
         dims = f"d{self.head_dim_qk}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else "")
-        if self.pass_ == "schedule":  # which has one variant in a file
-            return f"{self.name}_schedule"
-        implied = spec_rules.implied_family(self.name)
+        found = FAMILIES[self.family].pass_named(self.pass_)
+        if found is not None and found.one_variant:
+            return f"{self.name}_{self.pass_}"
         parts: list[tuple[object, str]] = [
             (True, f"{self.name}_{self.dtype}_{dims}"),
-            (self.family != implied, self.family),
+            (self.family != implied_family(self.name), self.family),
             (self.causal, "causal"),
             (self.window, "window"),
-            (self.kv_layout != "dense", f"{self.kv_layout}{self.page_size or ''}"),
+            (self.kv_layout != "dense", self.kv_layout + "".join(self._short("kv_layout"))),
             (not self.lse, "nolse"),
             (self.batch_invariant, "inv"),
             (self.tile, f"m{self.tile.m}n{self.tile.n}" if self.tile else ""),
             (self.stages, f"s{self.stages}"),
             (self.roles, f"w{self.roles.mma}" if self.roles else ""),
-            (self.blocks_per_sm, f"b{self.blocks_per_sm}"),
-            (self.q_operand, {"shared": "qsmem", "registers": "qreg"}.get(self.q_operand or "", "")),
-            (self.q_stages, f"q{self.q_stages}"),
-            (self.p_operand, {"shared": "psmem", "registers": "preg"}.get(self.p_operand or "", "")),
-            (self.schedule, f"{self.schedule}"),
-            (self.split, "split"),
-            (self.pack_gqa, "packed"),
+            *((True, text) for text in self._short()),
             (self.align != "bottom_right", "topleft"),
             (self.sink != "none", "sink"),
             (self.normalize != "softmax", "sum"),
             (self.expressions, f"x{self.expressions.digest}"),
         ]
         return "_".join(text for present, text in parts if present)
+
+    def _short(self, after: str = "") -> Iterator[str]:
+        """What options add to the name: those that detail a common field, or the others."""
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if option.after == after and value != Spec.model_fields[name].default:
+                yield option.short(value)
 
     @property
     def expressions(self) -> spec_expr.Expressions:
@@ -227,6 +208,34 @@ class Spec(_Frozen):
         return Spec(**(values | changes))
 
 
+OPTIONS: dict[str, Option] = {}  # of all families, by name
+
+
+def _with_options() -> type[Common]:
+    """Common with the options of each family. An option that several families have has one row."""
+    owners: dict[str, list[str]] = {}
+    found: dict[str, Any] = {}
+    for family in FAMILIES.values():
+        for name, hint in get_type_hints(family.options, include_extras=True).items():
+            option: Option = hint.__metadata__[0]
+            assert OPTIONS.setdefault(name, option) is option, name
+            owners.setdefault(name, []).append(family.name)
+            row = _row(option.about, option.unit, override=option.override, families=", ".join(owners[name]),
+                       **option.limits)
+            found[name] = Annotated[hint.__origin__, row], getattr(family.options, name)
+    return create_model("Spec", __base__=Common, __module__=__name__, **found)
+
+
+if TYPE_CHECKING:
+    class Spec(Common):
+        """One variant for one target. Every way to make one raises SpecError, and nothing else, on a bad value."""
+
+        def __getattr__(self, name: str) -> Any:
+            """Options of any family; the class Spec of a family's options.py knows their types."""
+else:
+    Spec = _with_options()
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the table, as read from the model: `schema` is the JSON schema of one value, null apart."""
@@ -239,9 +248,8 @@ class Row:
     required: bool
     default: object
     override: bool
-    family: str = ""  # the only family that has it
-    others: str = ""  # why the others have it not
-    words: str = ""   # what is allowed, where the schema does not say it
+    families: str = ""  # those that alone have it
+    words: str = ""     # what is allowed, where the schema does not say it
     parts: tuple[Row, ...] = ()
 
     @property
@@ -251,7 +259,11 @@ class Row:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    return tuple(_rows(Spec, ""))
+    found = list(_rows(Spec, ""))
+    for row in [row for row in found if row.name in OPTIONS and OPTIONS[row.name].after]:
+        found.remove(row)
+        found.insert([other.name for other in found].index(OPTIONS[row.name].after) + 1, row)
+    return tuple(found)
 
 
 def _rows(model: type[BaseModel], prefix: str) -> Iterator[Row]:
@@ -265,7 +277,7 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[Row]:
         limits = {"type": "object"} if inner or name == "params" else {
             key: value[key] for key in _LIMITS if key in value}
         yield Row(prefix + name, attribute, prop["description"], prop["unit"], limits, info.is_required(),
-                  info.default, prop["override"], prop["family"], prop["others"], prop["words"],
+                  info.default, prop["override"], prop["families"], prop["words"],
                   tuple(_rows(inner, f"{name}.")) if inner else ())
 
 

@@ -1,90 +1,32 @@
 """The rules between the fields of a Spec: what the table of single fields cannot say.
 
-A rule's `about` is what specs/README.md prints, and its `check` gives the error, whose `where` names the field to
-point at. Fields that one family alone has are marked in the table itself (fields.py).
+Those of all families stand here; each family brings its own. A field that not all families have is marked in the table
+itself (fields.py).
 """
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from flashgen.codegen.families.family import Family
+from flashgen.codegen.families.registry import FAMILIES, targets_of
 from flashgen.codegen.spec import expressions as spec_expr
-from flashgen.codegen.spec.view import SpecView
-from flashgen.codegen.spec.yaml_tree import show
+from flashgen.codegen.spec.rule import Only, Rule, listed, nearest_number, refused, shown
 from flashgen.codegen.target import FEATURES, TARGETS
-from flashgen.codegen.warpgroup import MAX_WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_WARPS
 from flashgen.errors import SpecError
 
-# family -> the feature that its targets have
-FAMILIES: dict[str, str] = {"fa2": "mma_sync", "fa3": "wgmma", "flashmla": "wgmma"}
-DEFAULT_FAMILY = "fa2"  # of a name that does not begin with a family
-SHORT_NAMES = {"mla": "flashmla"}  # what a name may begin with instead
-FORWARD_HEAD_DIMS = range(8, 257, 8)
-_MMA_WARPS = tuple(WARPGROUP_WARPS * count for count in range(1, MAX_WARPGROUPS + 1))
-_TILE_ROWS = tuple(WARPGROUP_ROWS * count for count in range(1, MAX_WARPGROUPS + 1))
+if TYPE_CHECKING:
+    from flashgen.codegen.spec.fields import Common
 
-# (field, value, why): what no tile is cut under.
-_UNSPLIT: tuple[tuple[str, object, str], ...] = (
-    ("batch_invariant", True, "the other requests decide which tiles are cut"),
-    ("window", True, "its tiles see few keys, whatever the sequence holds"),
-    ("kv_layout", "varlen", "how many tiles there are, and how long, is known on the device only"),
-)
-
-
-# What families have of fields that can hold more: (field, values, why).
-_ONLY: dict[tuple[str, ...], tuple[tuple[str, Sequence[Any], str], ...]] = {("fa2", "fa3"): (
-    ("pass", ("fwd",), "a decode is flashmla's"),
-    ("head_dim_qk", FORWARD_HEAD_DIMS, "what their tiles cover"),
-    ("head_dim_v", FORWARD_HEAD_DIMS, "what their tiles cover"),
-    ("kv_layout", ("dense", "varlen"), "a paged cache is flashmla's"),
-), ("flashmla",): (
-    ("pass", ("decode", "schedule"), "it reads a cache for a few new queries"),
-    ("head_dim_qk", (512, 576), "columns of the latent cache, without and with the rotary ones"),
-    ("head_dim_v", (512,), "a value is the first 512 columns of its key"),
-    ("kv_layout", ("dense", "paged"), "the forms of a cache"),
-    ("causal", (False,), "it comes with each call"),
-    ("window", (False,), "it has none"),
-    ("lse", (True,), "a call leaves it out or not"),
-    ("batch_invariant", (False,), "the schedule cuts a request according to the others"),
-    ("score", ("none",), "its scores are as they come"),
-    ("mask", ("none",), "causal comes with each call"),
-    ("align", ("bottom_right",), "it has no expressions"),
-    ("sink", ("none",), "it comes with each call"),
-    ("normalize", ("softmax",), "it has no expressions"),
-    ("tile", (None,), "it has one"),
-    ("stages", (None,), "its tile decides"),
-    ("roles", (None,), "its tile decides"),
-)}
 _ATTRIBUTES = {"pass": "pass_"}  # of Spec, where it is not the field's name
-# pass schedule: one variant, since its kernel reads nothing that these fields speak of.
-_SCHEDULE: tuple[tuple[str, Any], ...] = (
-    ("dtype", "bf16"), ("head_dim_qk", 576), ("kv_layout", "paged"), ("page_size", 64))
 
 
-def implied_family(name: str) -> str:
-    """The family that a variant's name need not say again."""
-    first = name.partition("_")[0]
-    return first if first in FAMILIES else SHORT_NAMES.get(first, DEFAULT_FAMILY)
-
-
-@dataclass(frozen=True)
-class Rule:
-    about: str
-    check: Callable[[SpecView], SpecError | None]
-
-
-def broken(spec: SpecView) -> SpecError | None:
+def broken(spec: Common) -> SpecError | None:
     """The error of the first rule that the Spec breaks, or None."""
     return next((error for rule in RULES if (error := rule.check(spec))), None)
 
 
-def targets_of(family: str) -> list[str]:
-    return [name for name, target in TARGETS.items() if FAMILIES[family] in target.features]
-
-
-def _masks(spec: SpecView) -> SpecError | None:
+def _masks(spec: Common) -> SpecError | None:
     if not (spec.causal and spec.window):
         return None
     return SpecError("window is true together with causal", where="Spec.window",
@@ -93,8 +35,8 @@ def _masks(spec: SpecView) -> SpecError | None:
                      next="when both are lists, add `- {causal: true, window: true}` to exclude")
 
 
-def _arch(spec: SpecView) -> SpecError | None:
-    feature = FAMILIES[spec.family]
+def _arch(spec: Common) -> SpecError | None:
+    feature = FAMILIES[spec.family].feature
     if feature in TARGETS[spec.arch].features:
         return None
     fitting = targets_of(spec.family)
@@ -106,122 +48,49 @@ def _arch(spec: SpecView) -> SpecError | None:
                      next=f"when both are lists, add `- {{family: {spec.family}, arch: {spec.arch}}}` to exclude")
 
 
-def _only(families: tuple[str, ...], spec: SpecView) -> SpecError | None:
-    for name, allowed, why in _ONLY[families] if spec.family in families else ():
-        given = getattr(spec, _ATTRIBUTES.get(name, name))
-        if given not in allowed:
-            numbers = name.startswith("head_dim")
-            nearest = _nearest(tuple(allowed), given) if numbers else _shown(allowed[0])
-            return _refused(name, given, f"family {spec.family}: {why}", _listed(allowed), nearest,
-                            f"family: {spec.family}")
+def _only(families: tuple[Family, ...], spec: Common) -> SpecError | None:
+    for family in families:
+        for name, values, why in _limits(family) if spec.family == family.name else ():
+            given = getattr(spec, _ATTRIBUTES.get(name, name))
+            if given not in values:
+                nearest = nearest_number(values, given) if name.startswith("head_dim") else shown(values[0])
+                return refused(name, given, f"family {spec.family}: {why or _taken_by(name, given)}", listed(values),
+                               nearest, f"family: {spec.family}")
     return None
 
 
-def _pages(spec: SpecView) -> SpecError | None:
-    paged = spec.kv_layout == "paged"
-    if paged == (spec.page_size is not None):
-        return None
-    return _refused("page_size", spec.page_size, f"kv_layout {spec.kv_layout}", "1, 64" if paged else "null",
-                    "64" if paged else "null", f"kv_layout: {spec.kv_layout}")
+def _limits(family: Family) -> tuple[Only, ...]:
+    return Only("pass", tuple(found.name for found in family.passes)), *family.only
 
 
-def _schedule(spec: SpecView) -> SpecError | None:
-    for name, value in _SCHEDULE if spec.pass_ == "schedule" else ():
-        if getattr(spec, name) != value:
-            return _refused(name, getattr(spec, name), "pass schedule, whose one kernel serves all", _shown(value),
-                            _shown(value), "pass: schedule")
-    return None
+def _taken_by(name: str, value: object) -> str:
+    takers = [family.name for family in FAMILIES.values()
+              if all(value in only.values for only in _limits(family) if only.field == name)]
+    return f"{name} {shown(value)} is " + " or ".join(f"{taker}'s" for taker in takers)
 
 
-def _refused(name: str, value: object, beside: str, allowed: str, nearest: str, match: str) -> SpecError:
-    """`match`: the other half of an entry of exclude."""
-    return SpecError(f"{name} is {show(value)} with {beside}", where=f"Spec.{name}", allowed=allowed, nearest=nearest,
-                     next=f"when both are lists, add `- {{{match}, {name}: {show(value)}}}` to exclude")
+def _of_family(family: str, rule: Rule, spec: Common) -> SpecError | None:
+    return rule.check(spec) if spec.family == family else None
 
 
-def _shown(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _listed(values: Sequence[Any]) -> str:
-    if isinstance(values, range):
-        return f"multiples of {values.step} from {values[0]} to {values[-1]}"
-    return ", ".join(map(_shown, values))
-
-
-def _warps(spec: SpecView) -> SpecError | None:
-    if spec.family != "fa3" or spec.roles is None or spec.roles.mma in _MMA_WARPS:
-        return None
-    return SpecError(f"roles.mma is {spec.roles.mma} with family fa3, whose warps multiply in groups of "
-                     f"{WARPGROUP_WARPS}", where="Spec.roles.mma", allowed=_words(_MMA_WARPS),
-                     nearest=_nearest(_MMA_WARPS, spec.roles.mma))
-
-
-def _tile(spec: SpecView) -> SpecError | None:
-    if spec.family != "fa3" or spec.tile is None:
-        return None
-    rows = _TILE_ROWS if spec.roles is None else (spec.roles.mma // WARPGROUP_WARPS * WARPGROUP_ROWS,)
-    if spec.tile.m in rows:
-        return None
-    given = "" if spec.roles is None else f" and roles.mma {spec.roles.mma}"
-    return SpecError(f"tile.m is {spec.tile.m} with family fa3{given}", where="Spec.tile.m",
-                     allowed=f"{_words(rows)}: {WARPGROUP_ROWS} rows for each group of {WARPGROUP_WARPS} mma warps",
-                     nearest=_nearest(rows, spec.tile.m))
-
-
-def _turns(spec: SpecView) -> SpecError | None:
-    alone = ((spec.roles is not None and spec.roles.mma == WARPGROUP_WARPS)
-             or (spec.tile is not None and spec.tile.m == WARPGROUP_ROWS))
-    if spec.schedule != "pingpong" or not alone:
-        return None
-    return SpecError("schedule is pingpong with one warpgroup, which has none to take turns with",
-                     where="Spec.schedule", allowed="overlap; or two warpgroups and more", nearest="overlap")
-
-
-def _split(spec: SpecView) -> SpecError | None:
-    if not spec.split:
-        return None
-    for name, value, why in _UNSPLIT:
-        if getattr(spec, name) == value:
-            shown = str(value).lower()
-            return SpecError(f"split is true together with {name}: {why}", where="Spec.split",
-                             allowed="false", nearest="split: false",
-                             next=f"when both are lists, add `- {{{name}: {shown}, split: true}}` to exclude")
-    return None
-
-
-def _packed(spec: SpecView) -> SpecError | None:
-    if not spec.pack_gqa or not (spec.window or spec.kv_layout == "varlen"):
-        return None
-    name, value = ("window", "true") if spec.window else ("kv_layout", "varlen")
-    return SpecError(f"pack_gqa is true together with {name} {value}", where="Spec.pack_gqa", allowed="false",
-                     nearest="pack_gqa: false",
-                     next=f"when both are lists, add `- {{{name}: {value}, pack_gqa: true}}` to exclude")
-
-
-def _words(numbers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-def _nearest(numbers: tuple[int, ...], given: int) -> str:
-    return str(min(numbers, key=lambda number: abs(number - given)))
+def _alike() -> list[tuple[Family, ...]]:
+    """The families, together where they take the same of every field."""
+    found: dict[tuple[Any, ...], tuple[Family, ...]] = {}
+    for family in FAMILIES.values():
+        key = tuple((only.field, tuple(only.values)) for only in _limits(family))
+        found[key] = (*found.get(key, ()), family)
+    return list(found.values())
 
 
 RULES: tuple[Rule, ...] = (
-    *(Rule(f"{', '.join(families)}: " + "; ".join(f"`{name}` is {_listed(values)}" for name, values, _ in fields) + ".",
-           functools.partial(_only, families)) for families, fields in _ONLY.items()),
-    Rule("`page_size` is given with `kv_layout: paged`, and only then.", _pages),
-    Rule("`pass: schedule` has one variant: " + ", ".join(f"`{name}: {value}`" for name, value in _SCHEDULE) + ".",
-         _schedule),
+    *(Rule(f"{', '.join(family.name for family in families)}: "
+           + "; ".join(f"`{name}` is {listed(values)}" for name, values, _ in _limits(families[0])) + ".",
+           functools.partial(_only, families)) for families in _alike()),
     Rule("`causal` and `window` exclude each other.", _masks),
-    Rule("; ".join(f"{family}: `arch` is {', '.join(targets_of(family))}, for {FEATURES[feature]}"
-                   for family, feature in FAMILIES.items() if targets_of(family) != list(TARGETS)) + ".", _arch),
-    Rule(f"fa3: `roles.mma` is {_words(_MMA_WARPS)}: whole warpgroups.", _warps),
-    Rule(f"fa3: `tile.m` is {WARPGROUP_ROWS} for each mma warpgroup: {_words(_TILE_ROWS)}.", _tile),
-    Rule("fa3: `schedule: pingpong` needs two mma warpgroups or more.", _turns),
-    Rule("fa3: `split: true` excludes `batch_invariant: true`, `window: true` and `kv_layout: varlen`, which split "
-         "nothing.", _split),
-    Rule("fa3: `pack_gqa: true` excludes `window: true` and `kv_layout: varlen`.", _packed),
+    Rule("; ".join(f"{name}: `arch` is {', '.join(targets_of(name))}, for {FEATURES[family.feature]}"
+                   for name, family in FAMILIES.items() if targets_of(name) != list(TARGETS)) + ".", _arch),
+    *(Rule(f"{family.name}: {rule.about}", functools.partial(_of_family, family.name, rule))
+      for family in FAMILIES.values() for rule in family.rules),
     Rule("`score` and `mask` are expressions of known names and right types; `sink` is no parameter's name where it is "
          "`per_head`.", spec_expr.readable),
     Rule("Tensor parameters have dims `total_q`, `total_kv` with `kv_layout: varlen` only, `seqlen_q`, `seqlen_kv` "
@@ -229,5 +98,4 @@ RULES: tuple[Rule, ...] = (
     Rule("A `mask` excludes `causal` and `window`.", spec_expr.one_mask),
     Rule("`align: top_left` needs an expression, and neither `causal` nor `window`.", spec_expr.alignment),
     Rule("`normalize: none` needs `lse: false` and excludes `sink`.", spec_expr.unnormalized),
-    Rule("`split: true` and `pack_gqa: true` exclude `score`, `mask`, `sink` and `normalize`.", spec_expr.whole),
 )

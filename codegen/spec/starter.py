@@ -6,12 +6,11 @@ import re
 
 from flashgen.codegen.expr.params import MAX_NAME
 from flashgen.codegen.expr.tree import SCOPE_NAMES
+from flashgen.codegen.families.registry import FAMILIES, families_of, op_of
 from flashgen.codegen.spec.expressions import NONE, plain_params
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
 from flashgen.errors import SpecError
 
-_ARCHS = {"fa2": "sm_90", "fa3": "sm_90a"}
-_ABOUT = {"fa2": "any NVIDIA GPU from Ampere on: sm_80, sm_86, sm_89, sm_90, sm_120", "fa3": "Hopper: sm_90a"}
 _NAMES = ", ".join(SCOPE_NAMES)
 _SCORE, _MASK = "softcap * tanh(score / softcap)", "kv_pos <= q_pos and q_pos - kv_pos < window"
 _PARAMS = {"softcap": {"type": "float", "default": 30.0}, "window": {"type": "int", "default": 1024}}
@@ -20,18 +19,22 @@ _PARAMS = {"softcap": {"type": "float", "default": 30.0}, "window": {"type": "in
 def starter(name: str, base: str) -> str:
     """The text of a spec called `name`, in the family of `base`, with the expressions of `base` or with two examples.
 
-    Raises SpecError for a name that is none, and what loading `base` raises.
+    Raises SpecError for a name that is none or a family without expressions, and what loading `base` raises.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or len(name) > 64:
         raise SpecError(f"{name[:MAX_NAME]!r} cannot name a spec", where="NAME",
                         allowed="lower-case words of letters and digits joined by _, at most 64 characters",
                         nearest=re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:64])
     specs = load_specs(spec_path(base)).specs
-    spec = next((s for s in specs if s.family == "fa3"), specs[0])
+    spec = min(specs, key=lambda spec: FAMILIES[spec.family].rank)
+    family = FAMILIES[spec.family]
+    if op_of(spec) != "attention":
+        raise SpecError(f"{base} is of family {spec.family}, which has no expressions", where="--from",
+                        allowed=f"specs of {' and '.join(families_of('attention'))}")
     has_own = bool(spec.expressions) or spec.sink != NONE
     return _TEXT.format(
-        name=name, base=spec.name, family=spec.family, about=_ABOUT[spec.family],
-        arch=spec.arch if has_own else _ARCHS[spec.family], head_dim=spec.head_dim_qk if has_own else 128,
+        name=name, base=spec.name, family=spec.family, about=family.cards,
+        arch=spec.arch if has_own else family.arch, head_dim=spec.head_dim_qk if has_own else 128,
         layout=spec.kv_layout if has_own else "dense", body=_expressions(spec) if has_own else _examples())
 
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic import BaseModel
 
+from flashgen.codegen.spec.show import Trap
 from flashgen.errors import SpecError
 from flashgen.files import show_path
 
@@ -21,38 +20,6 @@ MAX_FILE_BYTES = 1 << 18
 MAX_DEPTH = 8  # a spec needs 6; the limit keeps Python's stack out of a hostile file's reach
 _TAG = "tag:yaml.org,2002:"
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-@dataclass(frozen=True)
-class Trap:
-    """A scalar that no field takes: `text` as written, `read` as YAML 1.1 reads it (None if it cannot)."""
-
-    text: str
-    read: object = None
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def show(value: object) -> str:
-    """A value as YAML would spell it, short enough for one line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if value is None:
-        return "null"
-    if type(value) is int:
-        text = str(value) if abs(value) < 10**20 else f"a number of {value.bit_length()} bits"
-    elif type(value) in (float, Trap):
-        text = str(value)
-    elif type(value) is str:
-        text = value if value.isascii() and re.fullmatch(r"[A-Za-z]\w*", value) else ascii(value)
-    elif isinstance(value, BaseModel):
-        text = "{" + ", ".join(f"{key}: {show(part)}" for key, part in value) + "}"
-    elif isinstance(value, (dict, list, tuple)):
-        text = "a mapping" if isinstance(value, dict) else "a list"
-    else:
-        text = f"an object of type {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Node(NamedTuple):

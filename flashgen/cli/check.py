@@ -28,10 +28,12 @@ def check(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
           ) -> Output:
     """Show what a spec's expressions mean: types, folding, CUDA, and the tiles that the mask visits. Builds nothing."""
     from flashgen.codegen.explain.check import check as check_spec
+    from flashgen.codegen.families.registry import families_of, op_of
 
     chosen = select([spec], arch, variant)
-    if chosen[0].family == "flashmla":
-        raise UnsupportedError("a decode has no expressions", where=chosen[0].name, allowed="specs of fa2 and fa3",
+    if op_of(chosen[0]) != "attention":
+        raise UnsupportedError(f"a {chosen[0].pass_} has no expressions", where=chosen[0].name,
+                               allowed=f"specs of {' and '.join(families_of('attention'))}",
                                next=f"flashgen list {spec}")
     found = check_spec(chosen, seqlen_q, seqlen_kv, param or ())
     notes = [] if png is None else [f"wrote {draw(found, png)}"]

@@ -10,7 +10,6 @@ from flashgen.errors import EnvironmentError_
 
 if TYPE_CHECKING:
     from flashgen.codegen.explain.explain import Explanation
-    from flashgen.codegen.explain.mla import DecodeExplanation
     from flashgen.codegen.spec.spec import Spec
 
 
@@ -32,16 +31,14 @@ def explain(spec: SpecArgument, arch: Archs = None, variant: Variants = None, pr
     return Output(explanation.to_json(), [f"{explanation}\n{_launched(explanation)}look-up\n  {_served(chosen)}"])
 
 
-def _launched(explanation: Explanation | DecodeExplanation) -> str:
-    """The blocks of an fa3 launch, which may have fewer rows than the plan's."""
-    from flashgen.codegen.explain.counts import Shape
+def _launched(explanation: Explanation) -> str:
+    """The blocks of a launch that has as many warpgroups as the call's rows ask for, at most the plan's."""
     from flashgen.codegen.warpgroup import WARPGROUP_ROWS
     from flashgen.runtime.launch.values import launch_values
 
     plan, shape = explanation.plan, explanation.shape
-    if plan.family != "fa3":
+    if all(param.name != "warpgroups" for param in plan.params):
         return ""
-    assert isinstance(shape, Shape)
     packs = shape.batch if plan.spec_value("kv_layout") == "varlen" else 1
     values = launch_values(
         plan, num_sms=explanation.target.device.num_sms, batch=shape.batch, seqlen_q=shape.seqlen_q * packs,
@@ -58,11 +55,12 @@ def _launched(explanation: Explanation | DecodeExplanation) -> str:
 
 def _served(spec: Spec) -> str:
     """Which kernel flashgen.attention takes for calls that this one serves, and why not one of a faster family."""
+    from flashgen.codegen.families.registry import op_of
     from flashgen.codegen.target import TARGETS
-    from flashgen.runtime.select.lookup import Wanted, why
-    from flashgen.runtime.select.selector import selector
+    from flashgen.runtime.select.lookup import why
+    from flashgen.runtime.select.selector import Wanted, selector
 
-    if spec.pass_ == "decode":
+    if op_of(spec) == "mla_decode":
         return "flashgen.mla_decode takes it by dtype, head_dim_qk, kv_layout and page size"
     if selector(spec.fields(), spec.arch).score != "none":
         return "no call gets it unasked: flashgen.attention(..., spec=..., params=...)"

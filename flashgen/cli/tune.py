@@ -34,7 +34,7 @@ def tune(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
          rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Timings behind each median.")] = 15,
          jobs: Annotated[int | None, typer.Option("--jobs", "-j", min=1, metavar="N", help="Compilers.")] = None,
          write: Annotated[tuple[str, Path] | None, typer.Option("--write", metavar="table|spec PATH", help=(
-             "Write the winner to a new file: as a row for codegen/families/shared/tiles.py, or as a spec."))] = None,
+             "Write the winner to a new file: as a row for codegen/families/FAMILY/tiles.py, or as a spec."))] = None,
          dry_run: Annotated[bool, typer.Option("--dry-run", help=(
              "List the candidates with the model's figures. Needs no GPU, and no compiler."))] = False) -> Output:
     """Time the tiles that fit one dense variant on this machine's GPU; exit code 7 if one computes a wrong result.

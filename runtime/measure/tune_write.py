@@ -1,26 +1,25 @@
 """What `flashgen tune --write` writes: a row of the tile table, for a person to review, or a tuned spec."""
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from flashgen.codegen.explain.candidates import present_row
-from flashgen.codegen.families.shared import tiles
-from flashgen.codegen.families.shared.tiles import kernel_kind
+from flashgen.codegen.explain.candidates import present_row, tile_table
+from flashgen.codegen.families.shared.tiles import Row
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec.fields import rows
+from flashgen.codegen.spec.show import show
 from flashgen.codegen.spec.spec import Spec
-from flashgen.codegen.spec.yaml_tree import show
+from flashgen.codegen.target import TARGETS
 from flashgen.errors import EnvironmentError_
 from flashgen.runtime.measure.tune import Fault, Tuning
 
 KINDS = ("table", "spec")
 WIDTH = 118
-_NAMES = ("FULL", "CAUSAL", "WHOLE", "SPLIT", "PACKED")  # sets of families/shared/tiles.py that hold one value
-_TARGET_NAMES = ("HOPPER", "B200", "A100")  # likewise, whose targets are one kind of card each
-
 
 def source_text(tuning: Tuning) -> str:
     """As the table says who measured a row."""
@@ -33,47 +32,46 @@ def source_text(tuning: Tuning) -> str:
 
 
 def table_text(tuning: Tuning) -> str:
-    """The winner as a row in the form of its family's rows in the tile table, with how to place it as comments.
+    """The winner as a row of its family's tile table, with how to place it as comments.
 
-    It lists what was timed and no more: one mask, one kind of kernel.
+    It lists what was timed and no more: one mask, one kind of kernel, the targets of one card.
     """
     spec, row, tile = tuning.found.spec, present_row(tuning.found.spec), tuning.winner.candidate.tiling
-    mask, kind = mask_choice(spec.causal, spec.window), kernel_kind(spec.split, spec.pack_gqa)
-    shared = (f"{_named(mask)}, {spec.head_dim_qk}, {spec.head_dim_v}, {tile.m}, {tile.n}, {tile.warps}, "
-              f"{tile.stages}")
-    lines = [f"# {spec.variant}.{spec.arch}: goes before the row of families/shared/tiles.py that serves it now,",
-             f"# which stays for all else it lists: head dims ({row.head_dim_qk}, {row.head_dim_v}), "
-             f"{row.m} x {row.n}, {', '.join(sorted(row.masks))}"]
-    quoted = [json.dumps(piece) for piece in _pieces(source_text(tuning))]
-    if spec.family == "fa2":
-        quoted[-1] += ","
-        lines += ["*_rows(", f"    {_targets(spec)},", *(f"    {piece}" for piece in quoted),
-                  f'    ({shared}, {tile.blocks_per_sm}, "{tile.q_operand}", {row.register_usage_level}),', "),"]
-    else:
-        quoted[-1] += "),"
-        lines += [f'({shared}, {tile.q_stages}, "{tile.p_operand}", "{tile.schedule}", {_named(kind)},',
-                  *(f" {piece}" for piece in quoted)]
-    return "\n".join([*lines, ""])
+    winner = dataclasses.replace(
+        row, head_dim_qk=spec.head_dim_qk, head_dim_v=spec.head_dim_v, m=tile.m, n=tile.n, warps=tile.warps,
+        stages=tile.stages, masks=frozenset({mask_choice(spec.causal, spec.window)}),
+        kinds=frozenset({tile_table(spec).kind_of(spec)}), source=source_text(tuning), **dict(tile.own),
+        targets=frozenset(name for name in row.targets if TARGETS[name].device == TARGETS[spec.arch].device))
+    lines = [f"# {spec.variant}.{spec.arch}: goes before the row of families/{spec.family}/tiles.py that serves it",
+             f"# now, which stays for all else it lists: head dims ({row.head_dim_qk}, {row.head_dim_v}), "
+             f"{row.m} x {row.n}, {', '.join(sorted(row.masks))}",
+             f"TileRow({winner.head_dim_qk}, {winner.head_dim_v},", *(f"        {line}" for line in _named(winner))]
+    return "\n".join(lines) + "),\n"
 
 
-def _named(value: object) -> str:
-    """The set of this one value, by its name in the table where it has one."""
-    name = next((name for name in _NAMES if getattr(tiles, name) == frozenset({value})), None)
-    return name or f"frozenset({{{json.dumps(value) if isinstance(value, str) else value}}})"
+def _named(row: Row) -> list[str]:
+    """The fields of a row that are not at their defaults, by name; constants of its module stand for their values."""
+    constants = {value: name for name, value in vars(sys.modules[type(row).__module__]).items()
+                 if isinstance(value, frozenset)}
+    fields = [(field.name, getattr(row, field.name)) for field in dataclasses.fields(row)
+              if field.kw_only and field.name != "source" and getattr(row, field.name) != field.default]
+    texts = [f"{name}={constants.get(value) or _literal(value)}" for name, value in fields]
+    source = [json.dumps(piece) for piece in _pieces(row.source)]
+    return [*textwrap.wrap(", ".join(texts) + ",", WIDTH - 20, break_long_words=False, break_on_hyphens=False),
+            f"source={source[0]}", *(f"       {piece}" for piece in source[1:-1]),
+            *([f"       {source[-1]}"] if source[1:] else [])]
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, frozenset):
+        return f"frozenset({{{', '.join(map(json.dumps, sorted(value)))}}})"
+    return json.dumps(value)
 
 
 def _pieces(text: str) -> list[str]:
     """`text` cut between words, to be joined again by Python."""
-    words = textwrap.wrap(text, WIDTH - 20, break_long_words=False, break_on_hyphens=False)
+    words = textwrap.wrap(text, WIDTH - 25, break_long_words=False, break_on_hyphens=False)
     return [*(f"{piece} " for piece in words[:-1]), words[-1]]
-
-
-def _targets(spec: Spec) -> str:
-    """A name of the table where it has one for this kind of card: an `a` twin is the same card."""
-    for name in _TARGET_NAMES:
-        if spec.arch in getattr(tiles, name):
-            return name
-    return _named(spec.arch)
 
 
 def spec_text(tuning: Tuning) -> str:
@@ -91,7 +89,7 @@ def same_row(spec: Spec, others: Sequence[Spec]) -> list[Spec]:
     """The other variants that a table row for `spec` would serve: dtypes, layouts, all that it does not name."""
     def key(one: Spec) -> tuple[object, ...]:
         return (one.family, one.pass_, one.arch, one.head_dim_qk, one.head_dim_v, one.causal, one.window,
-                kernel_kind(one.split, one.pack_gqa))
+                tile_table(one).kind_of(one))
     return [other for other in others if key(other) == key(spec) and other != spec]
 
 

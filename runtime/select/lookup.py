@@ -12,17 +12,19 @@ import functools
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr.tree import Param
-from flashgen.codegen.families.shared.tiles import KINDS, find_tile
+from flashgen.codegen.families.family import Family
+from flashgen.codegen.families.registry import FAMILIES, fastest_first, find_tile, passes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
-from flashgen.codegen.spec.expressions import SINK, changed
+from flashgen.codegen.spec.expressions import SINK
 from flashgen.codegen.spec.fields import rows
+from flashgen.codegen.spec.rule import changed
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import BundleError, UnsupportedError
@@ -32,7 +34,7 @@ from flashgen.runtime.launch.kernel import Kernel
 from flashgen.runtime.launch.split import Cutting, best_twin
 from flashgen.runtime.select.bundle import Bundle
 from flashgen.runtime.select.handles import Form, forget_paths, form, opened, title
-from flashgen.runtime.select.selector import Selector, selector
+from flashgen.runtime.select.selector import Selector, Wanted, selector, serving
 from flashgen.runtime.select.variant import Variant
 
 if TYPE_CHECKING:
@@ -40,31 +42,8 @@ if TYPE_CHECKING:
 
 EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
 EMULATED_FIRST = "sm_90"  # the target whose kernels are emulated where the call leaves a choice
-EMULATED_FAMILIES = ("fa2",)  # likewise, of those that have pass fwd
-FAMILIES = ("fa3", "fa2")  # the fastest first. <family>_fwd is what variants for head dims that no spec ships are of
-FAMILIES_OF = {"fwd": FAMILIES, "decode": ("flashmla",), "schedule": ("flashmla",)}  # by pass
-NEEDS_MAPS = frozenset({"fa3"})  # families that read q, k and v through tensor maps
 NO_MAPS = ("q, k or v has rows, heads or sequences that overlap (as expanded tensors do) or lie 2^40 bytes apart: "
            "tensor maps cannot describe it")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a call asks of its kernel. `spec` is "" or a handle."""
-
-    dtype: str
-    head_dim_qk: int
-    head_dim_v: int
-    causal: bool
-    window: bool
-    kv_layout: str
-    lse: bool
-    spec: str = ""
-    tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
-    split: bool = False       # whether blocks had better share the keys of the last tiles: for_sizes
-    pack_gqa: bool | None = False  # whether query heads had better share query tiles; None: they cannot
-    pass_: str = "fwd"
-    page_size: int | None = None  # as a spec has it: 64 where pages can be copied as boxes, which 1 serves too
 
 
 class Choice(NamedTuple):
@@ -171,12 +150,16 @@ class Registry:
         is loaded to find out. `call`: as values.launch_values takes it."""
         if wanted.kv_layout == "varlen" or wanted.window or not wanted.tensor_maps or not self._has_twins(wanted.spec):
             return wanted
+        table = next((family.tiles for family in fastest_first(wanted.pass_)
+                      if family.tiles and len(family.tiles.kinds) > 1), None)
+        if table is None:
+            return wanted
         head_dims, mask = (wanted.head_dim_qk, wanted.head_dim_v), mask_choice(wanted.causal, wanted.window)
         for arch in self._archs(device_index):
-            tiles = [find_tile("fa3", arch, mask, *head_dims, kind) for kind in KINDS]
+            tiles = [table.find(arch, mask, *head_dims, kind) for kind in table.kinds]
             cuts = [Cutting(tile.m, tile.n, wanted.causal, kind == "packed", *head_dims, DTYPES[wanted.dtype].bytes)
-                    for tile, kind in zip(tiles, KINDS, strict=True) if tile is not None]
-            if len(cuts) == len(KINDS):
+                    for tile, kind in zip(tiles, table.kinds, strict=True) if tile is not None]
+            if len(cuts) == len(table.kinds):
                 splits, packs = best_twin((cuts[0], cuts[1], cuts[2]), self.num_sms(device_index), **call)
                 return replace(wanted, split=splits, pack_gqa=packs)
         return wanted
@@ -196,12 +179,12 @@ class Registry:
         emulated = device_index == EMULATED
         archs = self._archs(device_index)
         if wanted.spec:
-            families = EMULATED_FAMILIES if emulated else FAMILIES
             spec = self._open(wanted.spec)
-            variants = (spec.specs(_kinds_of(wanted, archs, families)) if isinstance(spec, Variant) else spec)
+            kinds = _kinds_of(wanted, archs, fastest_first(wanted.pass_, emulated=emulated))
+            variants = spec.specs(kinds) if isinstance(spec, Variant) else spec
             choice = Choice(_matching(variants, wanted, archs), "its spec is named")
         elif emulated:
-            choice = choose(wanted, archs, EMULATED_FAMILIES if wanted.pass_ == "fwd" else None)
+            choice = choose(wanted, archs, emulated=True)
         else:
             bundled = next(self._bundled(wanted, archs), None)
             if bundled is not None:
@@ -211,10 +194,10 @@ class Registry:
 
     def _bundled(self, wanted: Wanted, archs: list[str]) -> Iterator[tuple[Bundle, tuple[Plan, bytes]]]:
         """(bundle, plan and image) of what bundles have for the call, the best first."""
-        for family in FAMILIES_OF[wanted.pass_]:
+        for family in fastest_first(wanted.pass_):
             for arch in archs if _reads(family, wanted) else ():
                 for bundle in self._search_path():
-                    for choice in _selectors(wanted, arch, family):
+                    for choice in serving(wanted, arch, family.name):
                         stored = bundle.get(choice)
                         if stored is not None:
                             yield bundle, stored
@@ -250,44 +233,29 @@ def archs_for(cc: int) -> list[str]:
     return [t.name for t in sorted(fitting, key=lambda t: (-t.cc, not t.name.endswith("a")))]
 
 
-def _selectors(wanted: Wanted, arch: str, family: str) -> list[Selector]:
-    """Selectors that serve `wanted`, the closest first.
-
-    A window kernel also serves unbounded and causal calls, an lse kernel calls without lse, a batch-invariant one any,
-    and so does one that splits, or does not, and one that packs query heads, or does not. One that gathers rows serves
-    pages of any size.
-    """
-    masks = [(wanted.causal, wanted.window)] + ([] if wanted.window else [(False, True)])
-    pages = (64, 1) if wanted.page_size == 64 else (wanted.page_size,)
-    return [Selector(arch, family, wanted.pass_, wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, causal, window,
-                     wanted.kv_layout, page_size, "none", lse, invariant, split, packed)
-            for page_size in pages for causal, window in masks for lse in ((True,) if wanted.lse else (True, False))
-            for invariant in (False, True)
-            for packed in ((False,) if wanted.pack_gqa is None else (wanted.pack_gqa, not wanted.pack_gqa))
-            for split in (wanted.split, not wanted.split)]
-
-
-def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[str, ...]) -> list[dict[str, Any]]:
+def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[Family, ...]) -> list[dict[str, Any]]:
     """The spec fields that a call fixes, for each family and target that could serve it."""
-    return [{"family": family, "pass_": wanted.pass_, "arch": arch, "dtype": wanted.dtype,
+    return [{"family": family.name, "pass_": wanted.pass_, "arch": arch, "dtype": wanted.dtype,
              "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v, "causal": wanted.causal,
              "window": wanted.window, "kv_layout": wanted.kv_layout} for arch in archs for family in families]
 
 
-def _reads(family: str, wanted: Wanted) -> bool:
+def _reads(family: Family, wanted: Wanted) -> bool:
     """Whether kernels of the family can read the call's tensors, whatever their shapes."""
-    return wanted.tensor_maps or family not in NEEDS_MAPS
+    return wanted.tensor_maps or not family.needs_maps
 
 
 def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> Spec:
     """The variant of a named spec that serves the call, of the fastest family and for the closest target."""
-    serving = [spec for family in FAMILIES_OF[wanted.pass_] for arch in archs for spec in variants
-               if selector(spec.fields(), spec.arch)._replace(score="none") in _selectors(wanted, arch, family)]
-    serving.sort(key=lambda spec: spec.page_size != wanted.page_size)  # stable
-    for spec in serving:
-        if _reads(spec.family, wanted):
+    by_selector = [(selector(spec.fields(), spec.arch)._replace(score="none"), spec) for spec in variants]
+    found = [spec for family in fastest_first(wanted.pass_) for arch in archs
+             for choices in [set(serving(wanted, arch, family.name))] for chosen, spec in by_selector
+             if chosen in choices]
+    found.sort(key=lambda spec: spec.page_size != wanted.page_size)  # stable
+    for spec in found:
+        if _reads(FAMILIES[spec.family], wanted):
             return spec
-    if serving:
+    if found:
         raise UnsupportedError(NO_MAPS, where=f"spec={title(wanted.spec)!r}",
                                allowed="tensors whose rows do not overlap",
                                next="leave spec out, or give q.contiguous(), k.contiguous() and v.contiguous()")
@@ -305,41 +273,41 @@ def why(wanted: Wanted, cc: int) -> str:
     return choose(wanted, archs_for(cc)).why
 
 
-def choose(wanted: Wanted, archs: list[str], families: tuple[str, ...] | None = None) -> Choice:
+def choose(wanted: Wanted, archs: list[str], *, emulated: bool = False) -> Choice:
     """The shipped variant that serves the call, or one made for head dims that no shipped spec lists.
 
-    Of the first of `families` (of all that have the pass) that has one, for the first of `archs`. UnsupportedError if
-    none has.
+    The fastest family that has one serves, with that for the first of `archs`; `emulated`: of the families that serve
+    CPU tensors. UnsupportedError if none has one.
     """
     missing: list[str] = []
-    for family in families or FAMILIES_OF[wanted.pass_]:
+    for family in fastest_first(wanted.pass_, emulated=emulated):
         found = _variant(family, wanted, archs)
         if isinstance(found, Spec):
-            return Choice(found, "; ".join([f"{family}: {found.variant}.{found.arch}", *missing]))
-        missing.append(f"not {family}: {found}")
+            return Choice(found, "; ".join([f"{family.name}: {found.variant}.{found.arch}", *missing]))
+        missing.append(f"not {family.name}: {found}")
     raise UnsupportedError(f"no shipped spec serves {_asked(wanted)} on {archs[0]}", allowed="; ".join(missing),
                            next="flashgen list")
 
 
-def _variant(family: str, wanted: Wanted, archs: list[str]) -> Spec | str:
+def _variant(family: Family, wanted: Wanted, archs: list[str]) -> Spec | str:
     """The family's variant for the call, shipped or made after a shipped one; where there is none, why."""
     if not _reads(family, wanted):
         return NO_MAPS
     shipped = _shipped()
-    choices = [choice for arch in archs for choice in _selectors(wanted, arch, family)]
+    choices = [choice for arch in archs for choice in serving(wanted, arch, family.name)]
     for choice in choices:
         if choice in shipped:
             return shipped[choice]
     dims: dict[str, Any] = {"head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v}
     models = {choice._replace(**dims): spec for choice, spec in shipped.items()
-              if spec.name == f"{family}_fwd" and spec.arch in archs}
-    if not any(spec.family == family and spec.arch in archs for spec in shipped.values()):
+              if spec.name == f"{family.name}_{wanted.pass_}" and spec.arch in archs}
+    if not any(spec.family == family.name and spec.arch in archs for spec in shipped.values()):
         return f"no shipped spec of it lists {' or '.join(archs)}"
     fitting = [models[choice] for choice in choices if choice in models]
     if not fitting:
         return f"its shipped specs do not list {_asked(wanted)}"
     for spec in fitting:
-        if find_tile(family, spec.arch, mask_choice(spec.causal, spec.window), *dims.values()) is not None:
+        if find_tile(family.name, spec.arch, mask_choice(spec.causal, spec.window), *dims.values()) is not None:
             # What the model overrides, it overrides for its own head dims.
             return spec.with_(**{row.attribute: row.default for row in rows() if row.override}, **dims)
     return f"it has no tile for head dims {tuple(dims.values())}"
@@ -357,7 +325,7 @@ def _shipped() -> dict[Selector, Spec]:
 def _asked(wanted: Wanted) -> str:
     mask = "window" if wanted.window else "causal" if wanted.causal else "full"
     dims = f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v})"
-    if wanted.pass_ != "fwd":
+    if passes()[wanted.pass_].op != "attention":
         return f"{wanted.pass_}, {dims}, {wanted.kv_layout}"
     return f"{dims}, {mask} mask, {wanted.kv_layout}" + (", lse" if wanted.lse else "")
 

@@ -1,17 +1,40 @@
 """What a lookup asks of a kernel: the spec fields that decide whether it can serve a call, and its arch.
 
-Tile, stages and the like are absent: two kernels that differ only there serve the same calls.
+Tile, stages and the like are absent: two kernels that differ only there serve the same calls. Which of several kernels
+serves a call is an order of preference for each of the fields, said in PREFERENCES and in the traits of families.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from flashgen.codegen.families.registry import FAMILIES
 from flashgen.codegen.plan import Plan
 from flashgen.files import Arch, Name
 
-# Spec fields that only variants which they change have (spec_fields.EXTRA; bundles are read without the generator).
+# Spec fields that only variants which they change have (fields.EXTRA; bundles are read without the generator).
 EXTRA = ("mask", "params", "align", "sink", "normalize")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a call asks of its kernel. `spec` is "" or a handle. Those from `split` on are traits of families."""
+
+    dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    causal: bool
+    window: bool
+    kv_layout: str
+    lse: bool
+    spec: str = ""
+    tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
+    split: bool = False       # whether blocks had better share the keys of the last tiles: Registry.for_sizes
+    pack_gqa: bool | None = False  # whether query heads had better share query tiles; None: they cannot
+    pass_: str = "fwd"
+    page_size: int | None = None  # as a spec has it: 64 where pages can be copied as boxes
 
 
 class Selector(NamedTuple):
@@ -21,15 +44,46 @@ class Selector(NamedTuple):
     dtype: Name
     head_dim_qk: int
     head_dim_v: int
+    kv_layout: Name
+    score: str
     causal: bool
     window: bool
-    kv_layout: Name
-    page_size: int | None
-    score: str
     lse: bool
     batch_invariant: bool
-    split: bool
-    pack_gqa: bool
+    traits: tuple[tuple[Name, bool | int | None], ...]  # of the family, in its order
+
+
+class Preference(NamedTuple):
+    """Fields of a selector, and what of them serves a call, the best first."""
+
+    fields: tuple[str, ...]
+    serving: Callable[[Wanted], list[tuple[Any, ...]]]
+
+
+# The first decides most; the traits of the family come behind them, in the family's order.
+PREFERENCES = (
+    # A window kernel also serves calls without a mask and causal ones.
+    Preference(("causal", "window"),
+               lambda wanted: [(wanted.causal, wanted.window)] + ([] if wanted.window else [(False, True)])),
+    # A kernel that can write lse also serves calls without.
+    Preference(("lse",), lambda wanted: [(True,)] if wanted.lse else [(True,), (False,)]),
+    # A kernel whose bits hang on no neighbour also serves calls that do not ask for it.
+    Preference(("batch_invariant",), lambda wanted: [(False,), (True,)]),
+)
+
+
+def serving(wanted: Wanted, arch: str, family: str) -> Iterator[Selector]:
+    """Selectors of kernels that serve the call, the best first."""
+    traits = FAMILIES[family].traits
+    own = [[(trait.option, value) for value in trait.serving(getattr(wanted, trait.option))] for trait in traits]
+    asked: dict[str, Any] = {
+        "arch": arch, "family": family, "score": "none", "pass_": wanted.pass_, "dtype": wanted.dtype,
+        "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v, "kv_layout": wanted.kv_layout}
+    for values in itertools.product(*(preference.serving(wanted) for preference in PREFERENCES)):
+        common = {name: value for preference, found in zip(PREFERENCES, values, strict=True)
+                  for name, value in zip(preference.fields, found, strict=True)}
+        for chosen in itertools.product(*own):
+            yield Selector(**asked, **common, traits=chosen)
 
 
 def selector(fields: Iterable[tuple[str, object]], arch: str) -> Selector:
@@ -37,11 +91,14 @@ def selector(fields: Iterable[tuple[str, object]], arch: str) -> Selector:
 
     `score` tells apart all that expressions and the like change, so that no call gets such a kernel unasked.
     """
-    values = dict(fields)
+    values: dict[str, Any] = dict(fields)
     changes = [f"{name}: {values[name]}" for name in EXTRA if name in values]
     if changes:
-        values["score"] = "; ".join([str(values["score"]), *changes])
-    return Selector(arch, *(values[name.rstrip("_")] for name in Selector._fields[1:]))  # type: ignore[arg-type]
+        values["score"] = "; ".join([values["score"], *changes])
+    family = FAMILIES.get(values["family"])
+    traits = tuple((trait.option, values[trait.option]) for trait in family.traits) if family else ()
+    common = {name: values[name.rstrip("_")] for name in Selector._fields if name not in ("arch", "traits")}
+    return Selector(**common, arch=arch, traits=traits)
 
 
 def selector_of(plan: Plan) -> Selector:

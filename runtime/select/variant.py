@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashgen.codegen.expr.tree import Param
+from flashgen.codegen.families.registry import DEFAULT, FAMILIES
 from flashgen.codegen.spec.expressions import plain_params
 from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import SpecError, UnsupportedError
 
-_MODEL: dict[str, Any] = {"family": "fa2", "pass_": "fwd", "arch": "sm_90", "dtype": "bf16", "head_dim_qk": 64}
+_MODEL: dict[str, Any] = {"family": DEFAULT, "dtype": "bf16", "head_dim_qk": 64}  # what expressions are read beside
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def variant(score: str = "none", mask: str = "none", *, params: Mapping[str, Any
     """
     given = {"name": name, "score": score, "mask": mask, "params": {} if params is None else params, "sink": sink,
              "normalize": normalize, "align": align, **({"lse": False} if _is(normalize, "none") else {}), **fields}
-    model = _MODEL | ({"arch": "sm_90a"} if _is(fields.get("family"), "fa3") else {}) | given
+    family = next((found for name, found in FAMILIES.items() if _is(fields.get("family"), name)), FAMILIES[DEFAULT])
+    model = _MODEL | {"pass_": family.passes[0].name, "arch": family.arch} | given
     layouts = [fields["kv_layout"]] if "kv_layout" in fields else ["dense", "varlen"]
     errors: list[SpecError] = []
     for layout in layouts:

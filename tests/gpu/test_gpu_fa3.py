@@ -24,15 +24,15 @@ from flashgen.runtime.measure.device import draw
 from flashgen.runtime.ops.attention.cases import Case
 from flashgen.runtime.ops.attention.edges import Mask, company_problem, masks, tile_shape
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
-from flashgen.runtime.select.lookup import Wanted, why
+from flashgen.runtime.select.lookup import why
+from flashgen.runtime.select.selector import Wanted
 from flashgen.runtime.verify.compare import check, check_bits
 from flashgen.runtime.verify.subject import Subject, run_poisoned
 from flashgen.runtime.verify.verify import alone_and_in_company, head_major, spread, verify_spec
 
 pytestmark = pytest.mark.gpu
-SMS = 132  # of the whole card: fewer only make more tiles per block
+SMS, NAN = 132, float("nan")  # SMs of the whole card: fewer only make more tiles per block
 FULL, CAUSAL, TOP_LEFT = (False, (-1, -1)), (True, (-1, -1)), ("top_left", (-1, -1))
-NAN = float("nan")
 
 SHIPPED = [(path, spec) for path in shipped_spec_paths() for spec in load_specs(path).specs if spec.family == "fa3"]
 SPECS = [spec for _, spec in SHIPPED]

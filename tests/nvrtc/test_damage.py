@@ -32,8 +32,8 @@ from flashgen.runtime.compile.nvrtc import compile_source
 from flashgen.runtime.launch.values import launch_values
 from flashgen.runtime.select import lookup
 from flashgen.runtime.select.bundle import MANIFEST, Bundle, abi_digest, write_bundle
-from flashgen.runtime.select.lookup import Registry, Wanted
-from flashgen.runtime.select.selector import selector_of
+from flashgen.runtime.select.lookup import Registry
+from flashgen.runtime.select.selector import Wanted, selector_of
 
 FUZZ = settings(deadline=None, max_examples=100, derandomize=True, database=None)
 IMAGE = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 2, 190, 1, 0, 0, 64, 0, 64, 56, 0, 64, 1, 0)

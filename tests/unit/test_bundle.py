@@ -49,14 +49,19 @@ def test_a_bundle_gives_back_plans_and_images_by_selector(entries: list[Entry], 
 def test_the_selector_holds_the_fields_a_call_decides_and_no_others() -> None:
     plan = tiny_plan()
     base = selector_of(plan)
-    assert base == Selector("sm_80", "tiny", "fwd", "bf16", 64, 64, False, False, "dense", None, "none", True, False,
-                            False, False)
-    for name, value in FIELDS:
-        changed = selector([(n, "other" if n == name else v) for n, v in FIELDS], "sm_80")
-        assert (changed != base) is (name != "name"), (name, value)
-    assert selector([*FIELDS, ("stages", 3)], "sm_80") == base
-    with pytest.raises(KeyError):
-        selector(FIELDS[:-1], "sm_80")
+    assert base == Selector("sm_80", "tiny", "fwd", "bf16", 64, 64, "dense", "none", False, False, True, False, ())
+    absent = {"name", "page_size", "split", "pack_gqa"}
+    for family, traits in (("tiny", ()), ("fa2", ()), ("fa3", ("pack_gqa", "split")), ("flashmla", ("page_size",))):
+        fields = [(name, family if name == "family" else value) for name, value in FIELDS]
+        of_family = selector(fields, "sm_80")
+        assert of_family == base._replace(family=family, traits=tuple((name, dict(FIELDS)[name]) for name in traits))
+        for name, value in fields:
+            changed = selector([(n, "other" if n == name else v) for n, v in fields], "sm_80")
+            assert (changed != of_family) is (name not in absent.difference(traits)), (family, name, value)
+        assert selector([*fields, ("stages", 3)], "sm_80") == of_family
+        for lost in ("lse", *traits):
+            with pytest.raises(KeyError):
+                selector([(n, v) for n, v in fields if n != lost], "sm_80")
 
 
 def test_a_bundle_is_the_same_bytes_wherever_it_is_written(entries: list[Entry], tmp_path: Path) -> None:

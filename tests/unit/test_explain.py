@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import flashgen
 from flashgen.codegen.explain.counts import Shape, parse_shape
-from flashgen.codegen.explain.explain import Explanation, explain, explain_plan, typical
-from flashgen.codegen.explain.mla import DecodeExplanation
-from flashgen.codegen.explain.text import BAR_WIDTH, bar, si
+from flashgen.codegen.explain.explain import explain, explain_plan, typical
+from flashgen.codegen.explain.text import BAR_WIDTH, Explanation, bar, si
+from flashgen.codegen.families.flashmla.explain import DecodeExplanation
 from flashgen.codegen.families.registry import lower
 from flashgen.codegen.mask import KeyRange, kv_tiles, query_tiles, tile_counts, visible_keys, visible_pairs
 from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Role, TensorMap, verify

@@ -16,8 +16,9 @@ from counted import python_calls
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from flashgen.codegen.families.flashmla.options import SCHEDULE
+from flashgen.codegen.families.registry import FAMILIES
 from flashgen.codegen.spec import fields as spec_fields
-from flashgen.codegen.spec import rules as spec_rules
 from flashgen.codegen.spec.rules import RULES
 from flashgen.codegen.spec.spec import (
     Spec,
@@ -171,7 +172,7 @@ def values_of(row: spec_fields.Row) -> st.SearchStrategy[Any]:
 
 def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
     """The same values, less what the rules between fields refuse."""
-    kept = {row.name: row.default if row.family not in ("", values["family"]) else values[row.name]
+    kept = {row.name: row.default if row.families not in ("", values["family"]) else values[row.name]
             for row in spec_fields.rows()}
     if kept["family"] == "flashmla":
         return keep_rules_of_mla(kept)
@@ -203,7 +204,7 @@ def keep_rules_of_mla(kept: dict[str, Any]) -> dict[str, Any]:
              "head_dim_qk": 576 if kept["head_dim_qk"] > 64 else 512, "head_dim_v": 512,
              "kv_layout": {"varlen": "dense"}.get(kept["kv_layout"], kept["kv_layout"])}
     kept["page_size"] = (kept["page_size"] or 64) if kept["kv_layout"] == "paged" else None
-    return kept | dict(spec_rules._SCHEDULE) if kept["pass"] == "schedule" else kept
+    return kept | dict(SCHEDULE) if kept["pass"] == "schedule" else kept
 
 
 VALUES = st.fixed_dictionaries({row.name: values_of(row) for row in spec_fields.rows()}).map(keep_rules)
@@ -231,8 +232,8 @@ def test_each_field_changes_the_variant_name(row, data):
     values = data.draw(VALUES)
     if row.name == "family":  # the overrides that one of the two lacks would change too
         values = values | {top.name: None for top in spec_fields.rows() if top.override}
-    if row.family:
-        values = values | {"family": row.family}
+    if row.families:
+        values = values | {"family": row.families}
     if row.name in ("pass", "page_size"):
         values = values | {name: MLA[name] for name in MLA.keys() - {"name"}}
     elif values["family"] == "flashmla":  # in which most of them are fixed
@@ -285,7 +286,7 @@ def test_with_checks_and_head_dim_v_follows_only_an_equal_one():
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.schema["type"] == "integer"])
 def test_listed_numbers_are_exactly_those_that_pass(name):
     row = ROWS[name]
-    base = {"fa3": FA3, "flashmla": MLA}.get(row.family, BASE)
+    base = {"fa3": FA3, "flashmla": MLA}.get(row.families, BASE)
     for number in range(-17, 300):
         top, _, part = name.partition(".")
         value = {"m": 16, "n": 16, part: number} if top == "tile" else {part: number} if part else number
@@ -314,7 +315,7 @@ def test_schema_allows_lists_and_holds_the_table():
     lines = fields_markdown().splitlines()
     for row in ROWS.values():
         assert any(line.startswith(f"| `{row.name}` | {row.about} | {row.unit} |")
-                   and line.endswith(f"| {row.family} |") for line in lines)
+                   and line.endswith(f"| {row.families} |") for line in lines)
     for rule in RULES:
         assert f"- {rule.about}" in lines
 
@@ -369,11 +370,11 @@ def test_a_file_may_hold_both_families():
 
 
 def test_families_are_for_the_targets_that_have_their_feature():
-    for family, arch in product(spec_rules.FAMILIES, TARGETS):
+    for family, arch in product(FAMILIES, TARGETS):
         try:
             Spec(**((MLA if family == "flashmla" else BASE) | {"family": family, "arch": arch}))
         except SpecError as error:
             assert error.where == "Spec.arch" and arch not in error.allowed.split(", ")
-            assert spec_rules.FAMILIES[family] not in TARGETS[arch].features
+            assert FAMILIES[family].feature not in TARGETS[arch].features
         else:
-            assert spec_rules.FAMILIES[family] in TARGETS[arch].features
+            assert FAMILIES[family].feature in TARGETS[arch].features

@@ -120,15 +120,15 @@ CASES = {
         "{family: fa3, arch: sm_80}"]),
     "fa3 on sm_90": (FA3.replace("sm_90a", "sm_90"), "4:7", ["arch is sm_90 with", "nearest: sm_90a"]),
     "fa2's field": (FA3 + "blocks_per_sm: 2\n", "7:16", [
-        "blocks_per_sm is 2 with family fa3, which has no such field: its blocks are persistent",
+        "blocks_per_sm is 2 with family fa3, which has no such field",
         "allowed: null; blocks_per_sm is a field of fa2", "nearest: null", "when: {family: fa2}"]),
-    "fa2's operand": (FA3 + "q_operand: [null, shared]\n", "7:19", ["q_operand is shared", "reads q from shared"]),
-    "fa3's schedule": (FULL + "schedule: overlap\n", "7:11", ["schedule is overlap with family fa2", "synchronous"]),
+    "fa2's operand": (FA3 + "q_operand: [null, shared]\n", "7:19", ["q_operand is shared", "a field of fa2"]),
+    "fa3's schedule": (FULL + "schedule: overlap\n", "7:11", ["schedule is overlap with family fa2", "a field of fa3"]),
     "fa3's split": (FULL + "split: [false, true]\n", "7:16", [
-        "split is true with family fa2", "one block per query tile", "nearest: false",
+        "split is true with family fa2", "a field of fa3", "nearest: false",
         "`- {family: fa2, split: true}` to exclude"]),
     "fa3's q_stages": (FULL + "overrides: [{when: {dtype: bf16}, set: {q_stages: 2}}]\n", "7:51", [
-        "q_stages is 2 with family fa2", "one query tile each"]),
+        "q_stages is 2 with family fa2", "when: {family: fa3}"]),
     "schedules": (FA3 + "schedule: ping-pong\n", "7:11", ["overlap, pingpong, or null", "nearest: pingpong"]),
     "half a warpgroup": (FA3 + "roles: {mma: 6}\n", "7:14", [
         "roles.mma is 6 with family fa3", "groups of 4", "allowed: 4, 8, 12, 16", "nearest: 4"]),

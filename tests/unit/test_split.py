@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tensor_map_kit import fa3_like
 from test_values import SMS, call, plan_of
 
+from flashgen.codegen.families.fa3.tiles import KINDS, kernel_kind
 from flashgen.codegen.families.registry import lower
-from flashgen.codegen.families.shared.tiles import KINDS, kernel_kind
 from flashgen.codegen.mask import query_tiles
 from flashgen.codegen.spec.spec import load_specs, spec_path
 from flashgen.runtime.launch.split import (

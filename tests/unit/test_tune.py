@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,13 +16,9 @@ from typer.testing import CliRunner
 
 import flashgen
 from flashgen.cli.app import app
-from flashgen.codegen.explain.candidates import (
-    GRIDS,
-    Candidate,
-)
-from flashgen.codegen.families.registry import lower
-from flashgen.codegen.families.shared import tiles
-from flashgen.codegen.families.shared.tiles import TileRow
+from flashgen.codegen.explain.candidates import Candidate
+from flashgen.codegen.families.registry import FAMILIES, lower
+from flashgen.codegen.families.shared.tiles import Row
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
 from flashgen.errors import CompileError, EnvironmentError_, UnsupportedError, VerifyError
@@ -189,14 +186,11 @@ def test_a_variant_for_another_card_is_refused() -> None:
 # -- what is written
 
 
-def rows_of(text: str) -> list[TileRow]:
-    """The text as codegen/families/shared/tiles.py would read it."""
-    value = eval(f"({text}\n)", dict(vars(tiles)))
-    if isinstance(value[0], TileRow):
-        return list(value)
-    return [TileRow("fa3", frozenset({"sm_90a"}), masks, dqk, dv, m, n, warps, stages, 1, "shared", None, source,
-                    q_stages, schedule, kinds, p_operand)
-            for masks, dqk, dv, m, n, warps, stages, q_stages, p_operand, schedule, kinds, source in value]
+def rows_of(text: str, family: str) -> tuple[Row, ...]:
+    """The text as the tiles.py of the family would read it."""
+    module = importlib.import_module(f"flashgen.codegen.families.{family}.tiles")
+    rows: tuple[Row, ...] = eval(f"({text}\n)", dict(vars(module)))
+    return rows
 
 
 @pytest.mark.parametrize(("variant", "arch"), [
@@ -210,11 +204,13 @@ def test_the_row_gives_the_winner_when_it_stands_in_the_table(variant: str, arch
     tuning = runner.tune(device, found, build=all_build, check=right, rounds=1)
     text = tune_write.table_text(tuning)
     assert max(map(len, text.splitlines())) <= 112  # 8 columns of indentation come on top
-    (row,) = rows_of(text)
+    (row,) = rows_of(text, found.spec.family)
     assert row.source == tune_write.source_text(tuning)
     assert row.source.startswith(f"fastest of 9 candidates timed on NVIDIA H200, {tuning.facts['date'][:10]}: ")
     assert row.masks == {mask_choice(found.spec.causal, found.spec.window)} and arch in row.targets
-    monkeypatch.setattr(tiles, "TILES", (row, *tiles.TILES))
+    table = FAMILIES[found.spec.family].tiles
+    assert table is not None
+    monkeypatch.setitem(vars(table), "rows", (row, *table.rows))
     winner, plan = tuning.winner.candidate.plan, lower(found.spec)
     for name in ("constants", "smem", "roles", "launch", "flags", "register_usage_level"):
         assert getattr(winner, name) == getattr(plan, name), name
@@ -262,7 +258,7 @@ def test_dry_run() -> None:
     data = json.loads(run(*ONE, "--dry-run", "--max", "20", "--problem", "batch=1 seqlen_q=512", "--json").stdout)
     assert len(data["candidates"]) == 20 and sum(row["present"] for row in data["candidates"]) == 1
     assert data["considered"] == 20 + sum(row["count"] for row in data["dropped"])
-    assert data["considered"] == len(GRIDS["fa3"]["m"]) * 15 * 4 * 2 * 2 * 2
+    assert data["considered"] == 4 * 15 * 4 * 2 * 2 * 2
 
 
 @pytest.mark.parametrize(("arguments", "exit_code", "words"), [
@@ -301,7 +297,7 @@ def test_command_ranks_and_writes(tmp_path: Path, on_a_fake_device: None) -> Non
     assert result.exit_code == 0, result.output
     assert path.read_text().rstrip("\n") in result.stdout and f"wrote {path}" in result.stdout
     assert "also builds for the 3 other variants" in result.stdout and "speed / present" in result.stdout
-    assert len(rows_of(path.read_text())) == 1
+    assert len(rows_of(path.read_text(), "fa3")) == 1
     spec = tmp_path / "tuned.yaml"
     data = json.loads(run(*ONE, "--max", "8", "--write", "spec", str(spec), "--json").stdout)
     assert len(data["rows"]) == 8 and data["written"] == str(spec) and data["rows"][0]["variant"] == load_specs(
@@ -312,7 +308,7 @@ def test_command_ranks_and_writes(tmp_path: Path, on_a_fake_device: None) -> Non
 
 def test_command_fails_on_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, on_a_fake_device: None) -> None:
     def check(candidate: Candidate) -> None:
-        if candidate.tiling.schedule == "pingpong":
+        if dict(candidate.tiling.own)["schedule"] == "pingpong":
             raise VerifyError("off by one")
 
     monkeypatch.setattr(runner, "tune", functools.partial(runner.tune, check=check))

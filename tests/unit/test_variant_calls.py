@@ -14,14 +14,14 @@ from variant_kit import counted_builds, small, solve, spec_of
 import flashgen
 from flashgen.codegen import render as rendering
 from flashgen.codegen.expr.tree import TensorParam
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.registry import fastest_first, lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import plan_and_source
 from flashgen.codegen.spec.spec import load_specs, specs_from_mapping, variant_spec_paths
 from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime.ops.attention.problem import Problem
 from flashgen.runtime.select import lookup
-from flashgen.runtime.select.selector import selector
+from flashgen.runtime.select.selector import selector, serving
 
 BASE = {"name": "v", "family": "fa2", "pass": "fwd", "arch": "sm_90", "dtype": "bf16", "head_dim_qk": 64}
 CAP = {"cap": {"type": "float", "default": 30.0}}
@@ -176,7 +176,7 @@ def test_masks_with_bounds_of_their_own() -> None:
 def test_no_call_gets_a_variant_unasked() -> None:
     """Their selectors differ from all that a call without a spec asks for."""
     wanted = lookup.Wanted("bf16", 64, 64, True, False, "dense", True)
-    asked = [s for family in lookup.FAMILIES for s in lookup._selectors(wanted, "sm_90a", family)]
+    asked = [s for family in fastest_first("fwd") for s in serving(wanted, "sm_90a", family.name)]
     for path in variant_spec_paths():
         for spec in load_specs(path).specs:
             if path.stem != "differential":

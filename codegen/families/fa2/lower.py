@@ -5,16 +5,20 @@ stays inside a quad of lanes. K and V tiles of BLOCK_N rows pass through a ring 
 """
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.families.fa2.tiles import TILES, TileRow
 from flashgen.codegen.families.shared import expressions
-from flashgen.codegen.families.shared.params import overridden, size_params, stride_params, tensor_params
-from flashgen.codegen.families.shared.tiles import TileRow, find_tile
+from flashgen.codegen.families.shared.params import size_params, stride_params, tensor_params
 from flashgen.codegen.plan import Constant, Launch, Param, Plan, Role, registers_per_thread_max
 from flashgen.codegen.slots import LAYOUTS, tiled_as
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
-from flashgen.codegen.spec.spec import Spec
 from flashgen.codegen.target import Target
 from flashgen.errors import PlanError
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec.spec import Spec
 
 # Registers beside accumulators and operand fragments: addresses, loop state, one B fragment in flight. A floor: below
 # it a kernel certainly spills, so such a plan is refused before the compiler sees it.
@@ -23,11 +27,11 @@ OVERHEAD_REGISTERS = 24
 
 def lower(spec: Spec, target: Target) -> Plan:
     mask = expressions.mask_of(spec)
-    row = find_tile("fa2", target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v)
+    row = TILES.find(target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v)
     if not target.features >= {"cp_async", "ldmatrix", "mma_sync"} or row is None:
         raise PlanError(f"no fa2 tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256)")
-    tile = overridden(spec, row)
+    tile = TILES.overridden(spec, row)
     cols_qk, cols_v = round_up(spec.head_dim_qk, 16), round_up(spec.head_dim_v, 16)
     _check_tile(spec, tile, target, cols_qk, cols_v)
     smem = layout_regions((

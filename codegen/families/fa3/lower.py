@@ -6,15 +6,15 @@ query tile. Keys and values pass through rings of NUM_STAGES stages; each warpgr
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.families.fa3.tiles import TILES, TileRow, kernel_kind
 from flashgen.codegen.families.shared import expressions
-from flashgen.codegen.families.shared.params import overridden, size_params, stride_params, tensor_params
-from flashgen.codegen.families.shared.tiles import TileRow, find_tile, kernel_kind
+from flashgen.codegen.families.shared.params import size_params, stride_params, tensor_params
 from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
 from flashgen.codegen.slots import LAYOUTS, ORDERS, ROWS, tiled_as
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
-from flashgen.codegen.spec.spec import Spec
 from flashgen.codegen.target import Target
 from flashgen.codegen.warpgroup import (
     MAX_WARPGROUPS,
@@ -26,6 +26,9 @@ from flashgen.codegen.warpgroup import (
 )
 from flashgen.codegen.wgmma import WgmmaShape, product_shapes
 from flashgen.errors import PlanError
+
+if TYPE_CHECKING:
+    from flashgen.codegen.families.fa3.options import Spec
 
 # Registers per thread by number of mma warpgroups: (load, mma). A block has 64 Ki; setmaxnreg moves them in steps of 8.
 # The load warps decode tiles and keep three rings, which takes about 32.
@@ -49,11 +52,11 @@ WARPGROUP_BYTES = 24
 
 def lower(spec: Spec, target: Target) -> Plan:
     mask = expressions.mask_of(spec)
-    row = find_tile("fa3", target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v,
-                    kernel_kind(spec.split, spec.pack_gqa))
+    row = TILES.find(target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v,
+                     kernel_kind(spec.split, spec.pack_gqa))
     if not target.features >= {"tma", "wgmma"} or row is None:
         raise PlanError(f"no fa3 tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
-                        where=spec.variant, allowed="head dims up to (256, 256) on sm_90a", nearest="family fa2")
+                        where=spec.variant, allowed="head dims up to (256, 256) on sm_90a")
     rows = GATHER_ROWS[spec.head_dim_v > GATHER_HEAD_DIM]
     if expressions.gathers(spec) and row.m > rows:
         row = replace(row, m=rows, warps=rows // WARPGROUP_ROWS * WARPGROUP_WARPS,
@@ -67,7 +70,7 @@ def lower(spec: Spec, target: Target) -> Plan:
         barriers = _barriers(tile, groups, poisonable)
         return barriers, _smem(spec, tile, groups, mask == "expression", _out_stages(spec, tile), barriers)
 
-    tile = overridden(spec, row)
+    tile = TILES.overridden(spec, row)
     _check_tile(spec, tile)
     barriers, smem = in_smem(tile)
     if tile == row and tile.stages > MIN_STAGES and _end(smem) > target.smem_per_block_bytes:

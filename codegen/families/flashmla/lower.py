@@ -8,14 +8,18 @@ what else was tried.
 """
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
 from flashgen.codegen.smem import layout_regions, tile_bytes
-from flashgen.codegen.spec.spec import Spec
 from flashgen.codegen.target import Target
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from flashgen.codegen.wgmma import product_shapes
 from flashgen.errors import PlanError
+
+if TYPE_CHECKING:
+    from flashgen.codegen.families.flashmla.options import Spec
 
 BLOCK_N = 64                  # keys per tile: a page of the cache in its usual size
 PANEL_COLS = 64               # of a tile, 128 bytes

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flashgen.codegen.expr.canon import build, canonical
 from flashgen.codegen.expr.cuda import DISTANCE, KERNEL_NAMES, hoist, to_cuda
@@ -11,7 +12,9 @@ from flashgen.codegen.expr.tiles import tile_class
 from flashgen.codegen.expr.tree import Expr, Index, Name, Op, ScalarParam, TensorParam, const, names_of, walk
 from flashgen.codegen.plan import Expression, Param, Part
 from flashgen.codegen.slots import EXPRESSION_FLAGS, MASKS, SCORES, mask_choice
-from flashgen.codegen.spec.spec import Spec
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec.spec import Spec
 
 _POINTERS = {"float32": "f32_ptr", "int32": "i32_ptr", "bool": "bool_ptr"}
 _SCALARS = {"float": "f32", "int": "i32", "bool": "i32"}

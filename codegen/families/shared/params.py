@@ -1,32 +1,12 @@
 """What the lowerings of several families share."""
 from __future__ import annotations
 
-from flashgen.codegen.families.shared.tiles import TileRow
+from typing import TYPE_CHECKING
+
 from flashgen.codegen.plan import Param
-from flashgen.codegen.spec.spec import Spec
-from flashgen.codegen.warpgroup import WARPGROUP_ROWS, WARPGROUP_WARPS
 
-
-def overridden(spec: Spec, row: TileRow) -> TileRow:
-    """The table's row with the spec's explicit overrides in place.
-
-    fa3: of rows and warps, each follows the other where the spec sets one of them.
-    """
-    changes: dict[str, object] = {}
-    if spec.tile is not None:
-        changes |= {"m": spec.tile.m, "n": spec.tile.n}
-    if spec.roles is not None:
-        changes["warps"] = spec.roles.mma
-    if spec.family == "fa3" and spec.tile is not None and spec.roles is None:
-        changes["warps"] = spec.tile.m // WARPGROUP_ROWS * WARPGROUP_WARPS
-    if spec.family == "fa3" and spec.roles is not None and spec.tile is None:
-        changes["m"] = spec.roles.mma // WARPGROUP_WARPS * WARPGROUP_ROWS
-    for name in ("stages", "blocks_per_sm", "q_operand", "q_stages", "p_operand"):
-        if getattr(spec, name) is not None:
-            changes[name] = getattr(spec, name)
-    if changes:
-        changes["source"] = "overridden in the spec: " + ", ".join(f"{k} {v}" for k, v in changes.items())
-    return TileRow(**{**row.__dict__, **changes})
+if TYPE_CHECKING:
+    from flashgen.codegen.spec.spec import Spec
 
 
 def tensor_params(spec: Spec) -> list[Param]:

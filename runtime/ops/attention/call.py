@@ -47,8 +47,9 @@ from flashgen.runtime.ops.attention.checks import (
 from flashgen.runtime.ops.torch_ops import ATTENTION, ATTENTION_DYNAMIC, all_static, as_numbers
 from flashgen.runtime.ops.wrapped import refuse_wrapped
 from flashgen.runtime.select.handles import SEPARATOR, handle_of
-from flashgen.runtime.select.lookup import EMULATED, Wanted, form_of, registry
+from flashgen.runtime.select.lookup import EMULATED, form_of, registry
 from flashgen.runtime.select.params import bind, check_tensors, unbound
+from flashgen.runtime.select.selector import Wanted
 from flashgen.runtime.select.variant import Variant
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.families.registry import lower
-from flashgen.codegen.families.shared.tiles import KINDS
 from flashgen.codegen.mask import visible_pairs
 from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime.launch.split import best_twin
@@ -237,8 +236,8 @@ def _best(twins: Sequence[Spec], case: Case, num_sms: int) -> Spec:
     if len(twins) == 1:
         return twins[0]
     (rows_q, rows_kv), = set(case.lengths)  # only dense ones have twins
-    whole, cut, packed = (cutting_of(lower(twins[0].with_(split=kind != "whole", pack_gqa=kind == "packed")))
-                          for kind in KINDS)  # of all, though some may not be among the twins
+    whole, cut, packed = (cutting_of(lower(twins[0].with_(split=cuts, pack_gqa=packs)))
+                          for cuts, packs in ((False, False), (True, False), (True, True)))  # all, if not twins
     splits, packs = best_twin((whole, cut, packed), num_sms, batch=case.batch, seqlen_q=rows_q, seqlen_kv=rows_kv,
                               num_heads_q=case.num_heads_q, num_heads_kv=case.num_heads_kv)
     return max(twins, key=lambda spec: (spec.pack_gqa == bool(packs), spec.split == splits))

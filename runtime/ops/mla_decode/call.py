@@ -39,7 +39,8 @@ from flashgen.runtime.ops.mla_decode.checks import (
 from flashgen.runtime.ops.mla_decode.values import mla_values, schedule_values
 from flashgen.runtime.ops.torch_ops import DECODE, DECODE_DYNAMIC, SCHEDULE, all_static, as_numbers
 from flashgen.runtime.select.handles import handle_of
-from flashgen.runtime.select.lookup import EMULATED, Wanted, registry
+from flashgen.runtime.select.lookup import EMULATED, registry
+from flashgen.runtime.select.selector import Wanted
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec

@@ -1,4 +1,4 @@
-"""What a decode over a latent cache will do, as explain.py says it of prefill: plan, memory, work, roofline.
+"""What a decode over a latent cache will do, as codegen/explain says it of attention: plan, memory, work, roofline.
 
 Which block gets which tiles is worked out on the device from the lengths of a call; here all requests are equally long.
 """
