@@ -21,16 +21,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flashgen.codegen.families.flashmla.launch import DecodeSizes, QuerySizes
+from flashgen.codegen.families.launch import program_of
 from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.shared import launch as attention
+from flashgen.codegen.families.shared.launch import is_persistent
 from flashgen.codegen.plan import Plan
+from flashgen.codegen.program import Program
 from flashgen.codegen.render import render
 from flashgen.codegen.spec.spec import load_specs, shipped_spec_paths
 from flashgen.errors import VerifyError
 from flashgen.runtime.compile.cache import Cache
 from flashgen.runtime.launch.driver import api, check, device_facts
 from flashgen.runtime.launch.kernel import Kernel
-from flashgen.runtime.launch.values import counter_words, is_persistent, launch_values, pointer_names
-from flashgen.runtime.ops.mla_decode.values import mla_values, schedule_values
 from flashgen.runtime.select.lookup import archs_for
 
 
@@ -75,13 +78,24 @@ class Memory:
             check(api().cuMemFree(pointer))
 
 
-def await_zeros(counters: int, size: int, where: str) -> None:
-    """Waits for what was launched, which leaves the counters as it found them."""
+def launch_program(program: Program, kernels: dict[str, Kernel], pointers: dict[str, int], memory: Memory,
+                   where: str) -> None:
+    """All launches of a program; then waits for them. VerifyError if they leave counters unlike zero."""
+    counters = {}
+    for buffer in program.buffers:
+        size = 4 * buffer.size  # of both dtypes
+        if buffer.life == "scratch":
+            pointers[buffer.name] = memory.empty(size) if size else 0
+        else:
+            pointers[buffer.name] = counters[buffer.name] = memory.filled(bytes(size))
+    for step in program.steps:
+        kernels[step.kernel].launcher(step)(0, *(pointers[name] for name in kernels[step.kernel].plan.pointers))
     check(api().cuCtxSynchronize(), where)
-    left = (ctypes.c_char * size)()
-    check(api().cuMemcpyDtoH(ctypes.addressof(left), counters, size))
-    if any(left.raw):
-        raise VerifyError("counters are not zero after a launch", where=where)
+    for name, place in counters.items():
+        left = (ctypes.c_char * (4 * program.buffer(name).size))()
+        check(api().cuMemcpyDtoH(ctypes.addressof(left), place, len(left)))
+        if any(left.raw):
+            raise VerifyError(f"{name} are not zero after a launch", where=where)
 
 
 def launch(kernel: Kernel, sizes: Sizes) -> None:
@@ -103,15 +117,10 @@ def launch(kernel: Kernel, sizes: Sizes) -> None:
     for name, (length, heads, dim) in shapes.items():
         strides |= {f"{name}_batch_stride": length * heads * dim, f"{name}_row_stride": heads * dim,
                     f"{name}_head_stride": dim}
-    values = launch_values(plan, num_sms=kernel.num_sms, batch=batch, seqlen_q=sizes.seqlen_q,
-                           seqlen_kv=sizes.seqlen_kv, num_heads_q=sizes.num_heads_q, num_heads_kv=sizes.num_heads_kv,
-                           softmax_scale=0.1, top_left=False,
+    call = attention.Sizes(batch, sizes.seqlen_q, sizes.seqlen_kv, sizes.num_heads_q, sizes.num_heads_kv, 0.1,
                            window=(70, 20) if plan.spec_value("window") else (-1, -1), strides=strides)
-    counters = bytes(4 * counter_words(kernel.num_sms))
-    pointers["counters"] = memory.filled(counters)
-    pointers["partials"] = memory.empty(4 * floats) if (floats := values.get("partials_floats", 0)) else 0
-    kernel.launcher(values)(0, *(pointers[name] for name in pointer_names(plan)))
-    await_zeros(pointers["counters"], len(counters), f"{plan.kernel_name}, {sizes}")
+    launch_program(program_of(plan, call, kernel.num_sms), {"fwd": kernel}, pointers, memory,
+                   f"{plan.kernel_name}, {sizes}")
     memory.free()
 
 
@@ -127,21 +136,16 @@ def launch_decode(kernel: Kernel, schedule: Kernel, lengths: Sequence[int], toke
     page = max(lengths) if dense else 64 if plan.spec_value("page_size") == 64 else 48
     columns = 1 if dense else -(-max(lengths) // page)
     pages, rows = batch * columns, batch * tokens * heads
-    values = mla_values(plan, num_sms=kernel.num_sms, batch=batch, seqlen_q=tokens, num_heads_q=heads, seqlen_kv=page,
-                        num_pages=pages, page_size=page, max_pages=columns, softmax_scale=0.1, causal=True, strides={
-                            "q_batch_stride": tokens * heads * width, "q_row_stride": width,
-                            "kv_page_stride": page * width, "kv_row_stride": width})
-    order = schedule_values(schedule.plan, num_sms=kernel.num_sms, batch=batch, seqlen_q=tokens, num_heads_q=heads)
-    counters = bytes(4 * values["counter_words"])
+    sizes = DecodeSizes(QuerySizes(batch, tokens, heads), pages, page, columns, {
+        "q_outer_stride": tokens * heads * width, "q_row_stride": width,
+        "kv_outer_stride": page * width, "kv_row_stride": width}, softmax_scale=0.1, causal=True)
     pointers = {
         "q": memory.filled(_random_elements(rows * width)), "kv": memory.filled(_random_elements(pages * page * width)),
         "page_table": 0 if dense else memory.filled(struct.pack(f"{pages}i", *range(pages))),
         "seqlens": memory.filled(struct.pack(f"{batch}i", *lengths)), "sink": memory.filled(bytes(4 * heads)),
-        "out": memory.empty(2 * rows * cols), "lse": memory.empty(4 * rows), "counters": memory.filled(counters),
-        "schedule": memory.empty(4 * order["schedule_words"]), "partials": memory.empty(4 * values["partials_floats"])}
-    for one, of in ((schedule, order), (kernel, values)):
-        one.launcher(of)(0, *(pointers[name] for name in pointer_names(one.plan)))
-    await_zeros(pointers["counters"], len(counters), f"{plan.kernel_name}, {lengths}")
+        "out": memory.empty(2 * rows * cols), "lse": memory.empty(4 * rows)}
+    launch_program(program_of(plan, sizes, kernel.num_sms, schedule.plan), {"decode": kernel, "schedule": schedule},
+                   pointers, memory, f"{plan.kernel_name}, {lengths}")
     memory.free()
 
 

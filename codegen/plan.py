@@ -130,7 +130,7 @@ class Launch:
     threads: Annotated[int, between(1, 1024)]          # at most, where the launch decides how many warpgroups multiply
     min_blocks_per_sm: Annotated[int, between(1, 32)]  # second argument of __launch_bounds__
     smem_bytes: Bytes
-    grid: str  # the rule, in words; the arithmetic is in runtime/launch/values.py
+    grid: str  # the rule, in words; the arithmetic is in families/<family>/launch.py
     programmatic: bool = False  # may start while the kernel before it ends; it waits before it reads
 
 
@@ -283,9 +283,9 @@ def verify(plan: Plan, target: Target) -> None:
         refuse("its pointers do not lie side by side", "one or more pointers, which a launch writes in one go")
     mapped = {row.tensor for row in plan.tensor_maps}
     maps = [param.name for param in plan.params if param.ctype == "tensor_map"]
-    if {*plan.pointers[:len(mapped)]} != mapped or sorted(maps) != sorted(row.name for row in plan.tensor_maps):
+    if not {*plan.pointers} >= mapped or sorted(maps) != sorted(row.name for row in plan.tensor_maps):
         refuse(f"tensor maps {', '.join(maps)} describe {', '.join(sorted(mapped))}",
-               f"one map per parameter, of the first pointers of {', '.join(plan.pointers)}")
+               f"one map per parameter, of the pointers {', '.join(plan.pointers)}")
     if plan.target != target.name:
         refuse(f"plan is for {plan.target}, not {target.name}", plan.target)
     launch = plan.launch

@@ -33,22 +33,23 @@ def explain(spec: SpecArgument, arch: Archs = None, variant: Variants = None, pr
 
 def _launched(explanation: Explanation) -> str:
     """The blocks of a launch that has as many warpgroups as the call's rows ask for, at most the plan's."""
+    from flashgen.codegen.families.launch import program_of
+    from flashgen.codegen.families.shared.launch import Sizes
     from flashgen.codegen.warpgroup import WARPGROUP_ROWS
-    from flashgen.runtime.launch.values import launch_values
 
     plan, shape = explanation.plan, explanation.shape
     if all(param.name != "warpgroups" for param in plan.params):
         return ""
     packs = shape.batch if plan.spec_value("kv_layout") == "varlen" else 1
-    values = launch_values(
-        plan, num_sms=explanation.target.device.num_sms, batch=shape.batch, seqlen_q=shape.seqlen_q * packs,
-        seqlen_kv=shape.seqlen_kv * packs, num_heads_q=shape.num_heads_q, num_heads_kv=shape.num_heads_kv,
-        softmax_scale=1.0, top_left=False, window=shape.window, strides={})
+    sizes = Sizes(shape.batch, shape.seqlen_q * packs, shape.seqlen_kv * packs, shape.num_heads_q, shape.num_heads_kv,
+                  window=shape.window)
+    [step] = program_of(plan, sizes, explanation.target.device.num_sms).steps
+    values = {name: int(value) for name, value in step.values.items()}
     rows, most, parts = values["block_rows"], plan.constant("BLOCK_M"), values["max_parts"]
     above = f", where the work above has {most}," if rows < most else ","
     cut = (f": the keys of {values['num_tiles'] - values['full_tiles']} tiles in up to {parts} parts" if parts > 1
            else ", none cut along its keys")
-    return (f"launch\n  {values['grid_x']} blocks of {values['threads']} threads: query tiles of {rows} rows{above} by "
+    return (f"launch\n  {step.grid_x} blocks of {step.threads} threads: query tiles of {rows} rows{above} by "
             f"{rows // WARPGROUP_ROWS} of {most // WARPGROUP_ROWS} warpgroups\n  {values['num_units']} units of work"
             f"{cut}\n")
 

@@ -7,13 +7,14 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.plan import Plan, params_layout
+from flashgen.codegen.program import Step
 from flashgen.codegen.source import Source
 from flashgen.errors import VerifyError
 from flashgen.log import logger
@@ -33,7 +34,6 @@ from flashgen.runtime.emulator.schedule import collect, current_schedule
 from flashgen.runtime.emulator.toolchain import compile_kernel
 from flashgen.runtime.launch.kernel import pack_params
 from flashgen.runtime.launch.tensor_map import MapShape, map_shapes
-from flashgen.runtime.launch.values import pointer_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,50 +173,35 @@ class EmulatedKernel:
     def num_sms(self) -> int:
         return emulated_num_sms()
 
-    def launcher(self, values: Mapping[str, int | float]) -> EmulatedLauncher:
-        return EmulatedLauncher(self, values)
+    def launcher(self, step: Step) -> EmulatedLauncher:
+        return EmulatedLauncher(self, step)
 
 
 class EmulatedLauncher:
     """One kernel with all arguments but its tensors fixed."""
 
-    def __init__(self, kernel: EmulatedKernel, values: Mapping[str, int | float]) -> None:
+    def __init__(self, kernel: EmulatedKernel, step: Step) -> None:
         plan = kernel.plan
-        self._kernel, self._packed = kernel, pack_params(plan, values)
+        self._kernel, self._packed = kernel, pack_params(plan, step.values)
         self._offsets, self._ctypes = params_layout(plan.params)[1], {p.name: p.ctype for p in plan.params}
-        self._maps, self._partials_floats = map_shapes(plan, values), int(values.get("partials_floats", 0))
-        self._counter_words = int(values.get("counter_words", 0))
-        threads = int(values.get("threads", plan.launch.threads))
-        self._shape = LaunchShape((int(values["grid_x"]), 1, 1), threads, plan.launch.smem_bytes,
+        self._maps = map_shapes(plan, step.values)
+        self._shape = LaunchShape((step.grid_x, 1, 1), step.threads, plan.launch.smem_bytes,
                                   min_blocks_per_sm=plan.launch.min_blocks_per_sm, max_threads=plan.launch.threads)
 
-    def __call__(self, **tensors: Tensor | None) -> Statistics:
+    def __call__(self, tensors: Mapping[str, Tensor | None], filled: Collection[str] = ()) -> Statistics:
         """Run it on CPU tensors, named as the plan's pointers; None or none is a null pointer. Raises as `launch`.
 
-        `counters` and `partials` are made here; VerifyError if the kernel leaves a counter that is not zero.
+        `filled`: names of outputs that the kernel may read before it writes them.
         """
-        import torch
-
         plan = self._kernel.plan
-        names = pointer_names(plan)
-        if "counters" in names:
-            tensors["counters"] = torch.zeros(self._counter_words, dtype=torch.int32)
-        if "partials" in names and self._partials_floats:
-            tensors["partials"] = torch.empty(self._partials_floats, dtype=torch.float32)
-        arguments = [self._argument(name, tensor) for name in names if (tensor := tensors.get(name)) is not None]
+        arguments = [self._argument(name, tensor, filled) for name in plan.pointers
+                     if (tensor := tensors.get(name)) is not None]
         places = [self._place(row, [argument.name for argument in arguments]) for row in self._maps]
-        statistics = launch(plan, self._kernel.path, self._packed, arguments, self._shape, places)
-        left = tensors.get("counters")
-        if left is not None and left.any():
-            word = int(left.nonzero()[0])
-            raise VerifyError(f"the kernel leaves counter {word} of {len(left)} at {int(left[word])}",
-                              where=plan.kernel_name, allowed="all zero, as the next launch on the stream expects them",
-                              details=f"  replay: {current_schedule()}")
-        return statistics
+        return launch(plan, self._kernel.path, self._packed, arguments, self._shape, places)
 
-    def _argument(self, name: str, tensor: Tensor) -> Argument:
+    def _argument(self, name: str, tensor: Tensor, filled: Collection[str]) -> Argument:
         written = self._ctypes[name].endswith("_out")
-        return Argument(name, tensor, self._offsets[name], written, initialised=not written or name == "counters")
+        return Argument(name, tensor, self._offsets[name], written, initialised=not written or name in filled)
 
     def _place(self, row: MapShape, buffers: list[str]) -> TensorMapPlace:
         return TensorMapPlace(self._offsets[row.name], buffers.index(row.tensor), row.element_bytes, False,

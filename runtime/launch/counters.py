@@ -1,6 +1,6 @@
-"""Device memory that a persistent kernel needs beside a call's tensors: counters, and room for partial results.
+"""Counters of persistent kernels: buffers of a program that outlive its calls.
 
-Counters are int32 words that a kernel finds zero and leaves zero, so that nothing has to clear them between launches.
+They are int32 words that a kernel finds zero and leaves zero, so that nothing has to clear them between launches.
 Launches that may overlap in time must not share them. Those of one stream never overlap, so a stream has one slot; a
 launch that is captured into a CUDA graph gets a slot of its own, because the graph may be replayed on any stream, also
 beside eager work on the one it was captured on. Captured slots stay taken for the life of the process (4 KiB each on
@@ -17,9 +17,7 @@ import threading
 
 import torch
 
-from flashgen.runtime.launch.driver import api, check, device_facts, during_capture
-from flashgen.runtime.launch.kernel import Launcher
-from flashgen.runtime.launch.values import counter_words, pointer_names
+from flashgen.runtime.launch.driver import api, check, during_capture
 
 SLOT_ALIGN_BYTES = 4096  # no two slots on one page, and none on a line that another launch's atomics keep busy
 SLOTS_PER_BLOCK = 64     # of one allocation, where they are small
@@ -32,9 +30,9 @@ _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.i
 class Counters:
     """The counter slots of one device. For any thread."""
 
-    def __init__(self, device_index: int, slot_bytes: int = 0) -> None:
-        """`slot_bytes`: a multiple of SLOT_ALIGN_BYTES; 0 for what fa3 needs."""
-        self.slot_bytes = slot_bytes or _slot_bytes(counter_words(device_facts(device_index).num_sms))
+    def __init__(self, slot_bytes: int = SLOT_ALIGN_BYTES) -> None:
+        """`slot_bytes`: a multiple of SLOT_ALIGN_BYTES."""
+        self.slot_bytes = slot_bytes
         self._lock, self._free = threading.Lock(), list[int]()
         self._of_stream: dict[int, int] = {}
         self._of_thread = threading.local()
@@ -92,31 +90,4 @@ def counters_of(device_index: int, words: int) -> Counters:
 @functools.cache
 def _counters_of(device_index: int, slot_bytes: int) -> Counters:
     """Two threads that ask first at once may get one each, which is as good."""
-    return Counters(device_index, slot_bytes)
-
-
-class CountingLauncher:
-    """A launcher for a persistent kernel: adds counters, and partials if the plan has them, to the caller's pointers.
-
-    They are the last pointers of such a plan, in either order. Not for two threads at once, as Launcher.
-    """
-
-    def __init__(self, launcher: Launcher, counters: Counters, partials_floats: int | None,
-                 device: torch.device) -> None:
-        """`partials_floats`: fp32 values that each launch needs; None if the plan has no `partials`."""
-        self._launcher, self._counters, self._floats = launcher, counters, partials_floats
-        self._counters_last = pointer_names(launcher.plan)[-1] == "counters"
-        self._like = torch.empty(0, dtype=torch.float32, device=device)  # the cheapest way to an allocation
-
-    def __call__(self, stream: int, *pointers: int) -> None:
-        """As Launcher's. `stream` is torch's current stream, and its device the current one."""
-        if self._floats is None:
-            self._launcher(stream, *pointers, self._counters.slot(stream))
-            return
-        # freed after the launch, for work that follows on the stream
-        partials = self._like.new_empty(self._floats) if self._floats else None
-        address = 0 if partials is None else partials.data_ptr()
-        if self._counters_last:
-            self._launcher(stream, *pointers, address, self._counters.slot(stream))
-        else:
-            self._launcher(stream, *pointers, self._counters.slot(stream), address)
+    return Counters(slot_bytes)

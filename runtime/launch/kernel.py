@@ -4,15 +4,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from flashgen.codegen.plan import Plan, params_layout
+from flashgen.codegen.program import Number, Step
 from flashgen.errors import EnvironmentError_
 from flashgen.log import logger
 from flashgen.runtime.launch.driver import api, check, device_facts, during_capture
 from flashgen.runtime.launch.tensor_map import MAP_ALIGN, MAP_BYTES, encode, map_shapes
-from flashgen.runtime.launch.values import pointer_names
 
 
 class Kernel:
@@ -47,13 +48,20 @@ class Kernel:
         """Of its device: what a persistent grid is sized for."""
         return device_facts(self.device_index).num_sms
 
-    def launcher(self, values: Mapping[str, int | float]) -> Launcher:
-        return Launcher(self, values)
+    def launcher(self, step: Step) -> Launcher:
+        return Launcher(self, step)
 
 
-def pack_params(plan: Plan, values: Mapping[str, int | float]) -> bytes:
+def picker(positions: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that picks the items at these positions of a sequence, in C where it can."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda items: tuple(items[i] for i in positions)
+
+
+def pack_params(plan: Plan, values: Mapping[str, Number]) -> bytes:
     """The parameter block with null pointers and blank tensor maps. `values`: every other parameter."""
-    given: dict[str, Any] = {**values, **dict.fromkeys(pointer_names(plan), 0)}
+    given: dict[str, Any] = {**values, **dict.fromkeys(plan.pointers, 0)}
     given |= {row.name: bytes(MAP_BYTES) for row in plan.tensor_maps}
     given |= {p.name: divisor_bytes(given[p.name]) for p in plan.params if p.ctype == "divisor"}
     return struct.pack(plan.params_format(), *(given[p.name] for p in plan.params))
@@ -65,7 +73,7 @@ def divisor_bytes(value: int) -> bytes:
     return struct.pack("<iII", value, -(-(1 << 31 + shift) // max(value, 1)), shift)
 
 
-def _attributes(plan: Plan, values: Mapping[str, int | float]) -> list[Any]:
+def _attributes(plan: Plan, step: Step) -> list[Any]:
     """What the driver must know about a launch beside its size."""
     cuda, attributes = api(), []
 
@@ -75,7 +83,7 @@ def _attributes(plan: Plan, values: Mapping[str, int | float]) -> list[Any]:
         setattr(attribute.value, field, 1)
         attributes.append(attribute)
 
-    if values.get("cooperative"):  # blocks wait for each other, so all of them must run at once
+    if step.cooperative:
         add("COOPERATIVE", "cooperative")
     if plan.launch.programmatic:  # it waits by griddepcontrol.wait for the kernel before it
         add("PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed")
@@ -85,42 +93,36 @@ def _attributes(plan: Plan, values: Mapping[str, int | float]) -> list[Any]:
 class Launcher:
     """One kernel with all arguments but its pointers fixed. Not for two threads at once: they would share the bytes."""
 
-    def __init__(self, kernel: Kernel, values: Mapping[str, int | float]) -> None:
-        """`values`: every parameter of the plan that is neither a pointer nor a tensor map, `grid_x`, whether it is
-        `cooperative`, and `threads` where a block has fewer than the plan's."""
+    def __init__(self, kernel: Kernel, step: Step) -> None:
         plan, config = kernel.plan, api().CUlaunchConfig()
-        self.plan = plan
-        packed, pointers, offsets = pack_params(plan, values), pointer_names(plan), params_layout(plan.params)[1]
-        first = offsets[pointers[0]]
-        assert [offsets[name] for name in pointers] == [first + 8 * i for i in range(len(pointers))], \
-            "pointers lie side by side in every plan"
+        packed, pointers, offsets = pack_params(plan, step.values), plan.pointers, params_layout(plan.params)[1]
         self._memory = ctypes.create_string_buffer(len(packed) + MAP_ALIGN)
         self._params = -(-ctypes.addressof(self._memory) // MAP_ALIGN) * MAP_ALIGN  # where the block begins
         ctypes.memmove(self._params, packed, len(packed))
         self._arguments = (ctypes.c_void_p * 1)(self._params)
         self._arguments_address = ctypes.addressof(self._arguments)
-        self._pack_pointers = functools.partial(struct.Struct(f"<{len(pointers)}Q").pack_into, self._memory,
-                                                self._params - ctypes.addressof(self._memory) + first)
-        config.gridDimX, config.gridDimY, config.gridDimZ = int(values["grid_x"]), 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = int(values.get("threads", plan.launch.threads)), 1, 1
+        self._pack_pointers = functools.partial(  # they lie side by side: plan.verify
+            struct.Struct(f"<{len(pointers)}Q").pack_into, self._memory,
+            self._params - ctypes.addressof(self._memory) + offsets[pointers[0]])
+        config.gridDimX, config.gridDimY, config.gridDimZ = step.grid_x, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = step.threads, 1, 1
         config.sharedMemBytes = plan.launch.smem_bytes
-        if attributes := _attributes(plan, values):
+        if attributes := _attributes(plan, step):
             config.attrs, config.numAttrs = attributes, len(attributes)
         self._config, self._kernel, self._function = config, kernel, kernel.function
         self._launch, self._success = api().cuLaunchKernelEx, api().CUresult.CUDA_SUCCESS
         self._stream_type, self._stream = api().CUstream, -1
-        self._shapes = [(shape, self._params + offsets[shape.name]) for shape in map_shapes(plan, values)]
-        self._sources = [pointers.index(shape.tensor) for shape, _ in self._shapes]  # of their addresses
-        self._num_mapped, self._replace = max(self._sources, default=-1) + 1, api().cuTensorMapReplaceAddress
-        self._maps: list[Any] = []           # encoded at the first launch, which brings the addresses
-        self._mapped: tuple[int, ...] = ()   # the addresses they hold
-        assert {*self._sources} == {*range(self._num_mapped)}, "the first pointers are those of the tensors with a map"
+        self._shapes = [(shape, self._params + offsets[shape.name]) for shape in map_shapes(plan, step.values)]
+        self._mapped = picker([pointers.index(shape.tensor) for shape, _ in self._shapes])
+        self._replace = api().cuTensorMapReplaceAddress
+        self._maps: list[Any] = []             # encoded at the first launch, which brings the addresses
+        self._addresses: tuple[int, ...] = ()  # that they hold
 
     def __call__(self, stream: int, *pointers: int) -> None:
         """Launch on `stream` (a CUstream as an int). `pointers` in the plan's order. DriverError if it is refused."""
         self._pack_pointers(*pointers)
-        if self._num_mapped and pointers[:self._num_mapped] != self._mapped:
-            self._map(pointers[:self._num_mapped])
+        if self._shapes and (addresses := self._mapped(pointers)) != self._addresses:
+            self._map(addresses)
         if stream != self._stream:
             self._config.hStream, self._stream = self._stream_type(stream), stream
         (status,) = self._launch(self._config, self._function, self._arguments_address, 0)
@@ -130,13 +132,13 @@ class Launcher:
     def _map(self, addresses: tuple[int, ...]) -> None:
         """Point the tensor maps, which lie in the parameter block, at tensors that moved since the last launch."""
         if not self._maps:
-            self._maps = [encode(shape, addresses[source], place)
-                          for (shape, place), source in zip(self._shapes, self._sources, strict=True)]
+            self._maps = [encode(shape, address, place)
+                          for (shape, place), address in zip(self._shapes, addresses, strict=True)]
         else:
-            for i, source in enumerate(self._sources):
-                if addresses[source] != self._mapped[source]:
-                    (status,) = self._replace(self._maps[i], addresses[source])
+            for i, address in enumerate(addresses):
+                if address != self._addresses[i]:
+                    (status,) = self._replace(self._maps[i], address)
                     if status != self._success:
-                        self._maps, self._mapped = [], ()  # the next launch begins anew
+                        self._maps, self._addresses = [], ()  # the next launch begins anew
                         check((status,), f"tensor map {self._shapes[i][0].name} of {self._kernel.plan.kernel_name}")
-        self._mapped = addresses
+        self._addresses = addresses

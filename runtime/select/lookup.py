@@ -11,15 +11,17 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr.tree import Param
+from flashgen.codegen.families.fa3.split import Cutting, Shape, best_twin
 from flashgen.codegen.families.family import Family
 from flashgen.codegen.families.registry import FAMILIES, fastest_first, find_tile, passes
+from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec.expressions import SINK
@@ -31,7 +33,6 @@ from flashgen.errors import BundleError, UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.launch.driver import device_facts
 from flashgen.runtime.launch.kernel import Kernel
-from flashgen.runtime.launch.split import Cutting, best_twin
 from flashgen.runtime.select.bundle import Bundle
 from flashgen.runtime.select.handles import Form, forget_paths, form, opened, title
 from flashgen.runtime.select.selector import Selector, Wanted, selector, serving
@@ -145,9 +146,9 @@ class Registry:
             return emulated_num_sms()
         return device_facts(device_index).num_sms
 
-    def for_sizes(self, wanted: Wanted, device_index: int, call: Mapping[str, Any]) -> Wanted:
+    def for_sizes(self, wanted: Wanted, device_index: int, sizes: Sizes) -> Wanted:
         """`wanted` with what the sizes of the call make the better choice: by the tile table alone, so that no kernel
-        is loaded to find out. `call`: as values.launch_values takes it."""
+        is loaded to find out."""
         if wanted.kv_layout == "varlen" or wanted.window or not wanted.tensor_maps or not self._has_twins(wanted.spec):
             return wanted
         table = next((family.tiles for family in fastest_first(wanted.pass_)
@@ -160,7 +161,7 @@ class Registry:
             cuts = [Cutting(tile.m, tile.n, wanted.causal, kind == "packed", *head_dims, DTYPES[wanted.dtype].bytes)
                     for tile, kind in zip(tiles, table.kinds, strict=True) if tile is not None]
             if len(cuts) == len(table.kinds):
-                splits, packs = best_twin((cuts[0], cuts[1], cuts[2]), self.num_sms(device_index), **call)
+                splits, packs = best_twin((cuts[0], cuts[1], cuts[2]), self.num_sms(device_index), Shape.of(sizes))
                 return replace(wanted, split=splits, pack_gqa=packs)
         return wanted
 

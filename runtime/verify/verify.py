@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.shared.launch import is_persistent, splits_keys
 from flashgen.codegen.spec.spec import Spec
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import EnvironmentError_, FlashgenError, UnsupportedError
-from flashgen.runtime.launch.values import is_persistent, splits_keys
 from flashgen.runtime.ops.attention.edges import company_problem, edge_problems, emulated_problems, masks, tile_shape
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.verify.compare import Accuracy, check, check_bits

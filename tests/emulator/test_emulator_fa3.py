@@ -5,7 +5,7 @@ tests/emulator/test_emulator_fa3_faults.py is its other half: what is taken out 
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from unittest import mock
 
@@ -18,13 +18,15 @@ from kit import tiles_of_warpgroups
 from sampling import SOAK_RUNS, in_turn
 from strategies import problems
 
+from flashgen.codegen.families.fa3 import split
+from flashgen.codegen.families.launch import program_of
 from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import PlanError, UnsupportedError
 from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule
-from flashgen.runtime.launch import split, values
 from flashgen.runtime.ops.attention.edges import company_problem, edge_lengths, masks
 from flashgen.runtime.ops.attention.problem import Problem
 from flashgen.runtime.verify.compare import check_bits
@@ -201,10 +203,8 @@ def test_any_number_of_parts(causal: bool | str, tiles_per_part: int) -> None:
 
 def test_the_host_plans_splits_of_its_own() -> None:
     """That the tests above reach what they are about: parts, tickets drawn, tiles set aside."""
-    def planned(spec: Spec, tiles: int, **more: object) -> dict[str, int]:
-        call = {"batch": 1, "seqlen_q": 128 * tiles, "seqlen_kv": 2048, "num_heads_q": 1, "num_heads_kv": 1,
-                "softmax_scale": 1.0, "top_left": False, "window": (-1, -1), "strides": {}, **more}
-        return values.launch_values(lower(spec), num_sms=4, **call)
+    def planned(spec: Spec, tiles: int, seqlen_kv: int = 2048) -> Mapping[str, int | float]:
+        return program_of(lower(spec), Sizes(1, 128 * tiles, seqlen_kv, 1, 1), 4).step("fwd").values
 
     assert planned(small(split=True), 5)["max_parts"] > 1 and planned(small(split=True), 5)["full_tiles"] == 4
     assert planned(small(split=True, causal=True), 2)["max_parts"] > 1

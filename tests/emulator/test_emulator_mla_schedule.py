@@ -10,11 +10,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from flashgen.codegen.families.flashmla.launch import MOST_SINGLE_TILES, OVERHEAD_TILES
 from flashgen.codegen.families.registry import lower
+from flashgen.codegen.program import Step
 from flashgen.codegen.render import render
 from flashgen.codegen.spec.spec import load_specs, spec_path
 from flashgen.runtime.emulator.kernel import EmulatedKernel
-from flashgen.runtime.ops.mla_decode.values import MOST_SINGLE_TILES, OVERHEAD_TILES
 
 TILE = 64
 LENGTHS = st.one_of(
@@ -56,9 +57,10 @@ def kernel() -> EmulatedKernel:
 
 def blocks_of(lengths: list[int], q_rows: int, blocks: int, overhead: int, single: int) -> list[Part]:
     rows = torch.full((blocks, kernel().plan.constant("RECORD_WORDS")), -7, dtype=torch.int32)
-    launcher = kernel().launcher({"batch": len(lengths), "q_rows": q_rows, "blocks": blocks, "overhead_tiles": overhead,
-                                  "most_single_tiles": single, "grid_x": 1})
-    launcher(seqlens=torch.tensor(lengths, dtype=torch.int32), schedule=rows)
+    launch = kernel().launcher(Step("schedule", 1, 32, {
+        "batch": len(lengths), "q_rows": q_rows, "blocks": blocks, "overhead_tiles": overhead,
+        "most_single_tiles": single}))
+    launch({"seqlens": torch.tensor(lengths, dtype=torch.int32), "schedule": rows})
     return [Part(*row[:len(Part._fields)]) for row in rows.tolist()]
 
 

@@ -5,16 +5,18 @@ import ctypes
 import functools
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from tensor_map_kit import fa3_like, fa3_like_source, values_of
+from tensor_map_kit import fa3_like, fa3_like_source, program_for
 
+from flashgen.codegen.families.fa3.launch import counter_words
 from flashgen.runtime.compile.nvrtc import compile_source
-from flashgen.runtime.launch.counters import Counters, CountingLauncher, counters_of
+from flashgen.runtime.launch import program as bound
+from flashgen.runtime.launch.counters import Counters, counters_of
 from flashgen.runtime.launch.driver import api, check, device_facts
 from flashgen.runtime.launch.kernel import Kernel
-from flashgen.runtime.launch.values import counter_words
 
 pytestmark = [pytest.mark.gpu, pytest.mark.time_limit(60)]
 SHAPE = (2, 333, 8, 64)  # 336 tiles: more than two for each SM
@@ -45,13 +47,16 @@ class Call:
         self.q, self.k, self.v = (torch.randint(0, 2**15, SHAPE, dtype=torch.int16, device="cuda") for _ in range(3))
         self.out = torch.zeros_like(self.q)
         self.counters = counters or counters_of(0, counter_words(device_facts(0).num_sms))
-        values = values_of(kernel().plan, self.q, self.k, self.v, self.out, SHAPE[0], kernel().num_sms)
-        room = max(values["partials_floats"], values["grid_x"]) if floats is None else floats
-        self.launch = CountingLauncher(kernel().launcher(values), self.counters, room, self.q.device)
+        program = program_for(kernel().plan, self.q, self.k, self.v, self.out, SHAPE[0], kernel().num_sms)
+        room = max(program.buffer("partials").size, program.steps[0].grid_x) if floats is None else floats
+        program = program._replace(buffers=tuple(buffer._replace(shape=(room,)) if buffer.name == "partials" else buffer
+                                                 for buffer in program.buffers))
+        with mock.patch.object(bound, "counters_of", lambda *_: self.counters):
+            self.launch = bound.BoundProgram(program, {"fwd": kernel()}, ("q", "k", "v", "out"), self.q.device)
 
     def __call__(self) -> torch.Tensor:
         self.launch(torch.cuda.current_stream().cuda_stream,
-                    *(t.data_ptr() for t in (self.q, self.k, self.v, self.out)))
+                    [t.data_ptr() for t in (self.q, self.k, self.v, self.out)])
         return self.out
 
     @property
@@ -127,7 +132,7 @@ def test_threads_on_one_stream(cuda: str) -> None:
 
 
 def test_a_block_is_allocated_during_a_capture(cuda: str) -> None:
-    counters = Counters(0)  # with no slot yet
+    counters = Counters()  # with no slot yet
     call = Call(counters)
     Call()()  # the kernel is loaded, and torch's pools are warm
     graph = capture(call)
@@ -157,7 +162,7 @@ def test_a_graph_beside_eager_work_on_its_stream(cuda: str) -> None:
 
 
 def test_each_captured_launch_has_a_slot(cuda: str) -> None:
-    counters = Counters(0)
+    counters = Counters()
     calls = [Call(counters) for _ in range(3)]
     calls[0]()
     before = len(counters._free)
@@ -181,7 +186,7 @@ def test_a_slot_is_made_while_the_default_stream_is_busy(cuda: str) -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     torch.cuda._sleep(SLEEP_CYCLES)
-    call = Call(Counters(0))
+    call = Call(Counters())
     with torch.cuda.stream(stream):
         stream.wait_stream(torch.cuda.default_stream())
         call()

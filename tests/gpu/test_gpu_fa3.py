@@ -16,10 +16,11 @@ from emulator_kit import with_nans_in_v
 from kit import attend, solved, tiles_of_warpgroups, verified
 from torch import Tensor
 
+from flashgen.codegen.families.launch import program_of
 from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.runtime.launch.tensor_map import fits_maps
-from flashgen.runtime.launch.values import launch_values
 from flashgen.runtime.measure.device import draw
 from flashgen.runtime.ops.attention.cases import Case
 from flashgen.runtime.ops.attention.edges import Mask, company_problem, masks, tile_shape
@@ -223,11 +224,10 @@ PACKED = [spec for spec in SPECS if spec.pack_gqa]
 
 def parts(spec: Spec, problem: Problem) -> int:
     """Blocks that share the keys of a tile of the last wave."""
-    assert isinstance(problem.seqlen_q, int)
-    return launch_values(lower(spec), num_sms=SMS, batch=problem.batch, seqlen_q=problem.seqlen_q,
-                         seqlen_kv=problem.seqlen_kv, num_heads_q=problem.num_heads_q,
-                         num_heads_kv=problem.num_heads_kv, softmax_scale=1.0, top_left=False,
-                         window=problem.window, strides={})["max_parts"]
+    assert isinstance(problem.seqlen_q, int) and isinstance(problem.seqlen_kv, int)
+    sizes = Sizes(problem.batch, problem.seqlen_q, problem.seqlen_kv, problem.num_heads_q, problem.num_heads_kv,
+                  window=problem.window)
+    return int(program_of(lower(spec), sizes, SMS).step("fwd").values["max_parts"])
 
 
 @over(SPLIT)

@@ -17,6 +17,7 @@ from drawer_case import Arrays, Case
 from sampling import ROTATION, in_turn
 
 from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.shared.launch import is_persistent
 from flashgen.codegen.plan import Launch, Param, Plan, Region, Role
 from flashgen.codegen.render import render
 from flashgen.codegen.source import Source
@@ -27,7 +28,6 @@ from flashgen.runtime.emulator.kernel import Argument, EmulatedKernel, LaunchSha
 from flashgen.runtime.emulator.report import KernelFault
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule, scheduled
 from flashgen.runtime.emulator.toolchain import compile_kernel
-from flashgen.runtime.launch.values import is_persistent
 from flashgen.runtime.ops.attention.edges import emulated_problems, tile_shape
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.select import lookup

@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 
 import flashgen
+from flashgen.codegen.families.fa3 import launch, split
 from flashgen.codegen.spec.spec import Spec
 from flashgen.codegen.target import TARGETS
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS
-from flashgen.runtime.launch import split, values
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.select import lookup
 from flashgen.runtime.verify.changes import Changes
@@ -37,16 +37,16 @@ def attention_by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
 @contextmanager
 def tiles_of_warpgroups(most: int | None = 4) -> Iterator[None]:
     """fa3 launches whose query tiles are of so many warpgroups, or of as many as the kernel has if those are fewer,
-    whatever runtime/launch/split.py holds best for the call. None: what it holds best."""
-    def cut_launch(cut: split.Cutting, num_sms: int, *, splits: bool, fixed: bool, **call: Any
+    whatever families/fa3/split.py holds best for the call. None: what it holds best."""
+    def cut_launch(cut: split.Cutting, num_sms: int, shape: split.Shape, *, splits: bool, fixed: bool
                    ) -> tuple[split.Cutting, split.Parts]:
         if most is None:
-            return split.cut_launch(cut, num_sms, splits=splits, fixed=fixed, **call)
+            return split.cut_launch(cut, num_sms, shape, splits=splits, fixed=fixed)
         cut = cut._replace(rows=min(cut.rows, WARPGROUP_ROWS * most))
-        grid = split.Grid.of(cut, num_sms, split.Shape.of(call))
+        grid = split.Grid.of(cut, num_sms, shape)
         return cut, grid.cut_tail()[0] if splits else split.Parts.none(grid.tiles)
 
-    with mock.patch.object(values, "cut_launch", cut_launch):
+    with mock.patch.object(launch, "cut_launch", cut_launch):
         lookup.registry.generation += 1  # calls are prepared anew
         yield
     lookup.registry.generation += 1

@@ -13,6 +13,7 @@ from emulator_kit import Site, sites_in
 
 from flashgen.codegen.families.registry import lower
 from flashgen.codegen.plan import Param
+from flashgen.codegen.program import Step
 from flashgen.codegen.render import render
 from flashgen.codegen.source import Source
 from flashgen.codegen.spec.spec import Spec
@@ -62,8 +63,8 @@ class Mutant(EmulatedKernel):
         headers = tuple((name, texts.get(name.removeprefix("flashgen/"), text)) for name, text in source.headers)
         super().__init__(plan, Source(kernel, source.entry, source.file_name, headers, source.arch))
 
-    def launcher(self, values: Mapping[str, int | float]) -> EmulatedLauncher:
-        return super().launcher({**values, "fault": self.alive})
+    def launcher(self, step: Step) -> EmulatedLauncher:
+        return super().launcher(step._replace(values={**step.values, "fault": self.alive}))
 
     def _alive(self, fault: Any) -> str:
         return f"fg_alive({self.numbers.setdefault(fault, len(self.numbers) + 1)})"

@@ -9,12 +9,14 @@ import pytest
 import torch
 from cuda.bindings import driver
 
+from flashgen.codegen.families.launch import program_of
+from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import CTYPES, Constant, Launch, Param, Plan, Region, Role, TensorMap
+from flashgen.codegen.program import Program, Step
 from flashgen.codegen.render import reached_headers
 from flashgen.codegen.source import Source
 from flashgen.runtime.launch import counters, kernel, tensor_map
 from flashgen.runtime.launch import driver as checked
-from flashgen.runtime.launch.values import fa3_values
 
 TENSORS = ("q", "k", "v", "out")
 ROWS, COLUMNS = 16, 64  # of a box, and of a tile
@@ -94,17 +96,22 @@ def fa3_like_source(plan: Plan, reset: str = RESET) -> Source:
     return Source(text, plan.variant, f"{plan.kernel_name}.cu", reached_headers(text), plan.target)
 
 
-def values_of(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, batch: int,
-              num_sms: int = 4) -> dict[str, Any]:
+def program_for(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, batch: int,
+                num_sms: int = 4) -> Program:
     """Of a call with these tensors, [batch, rows, heads, columns] or without batch, on `num_sms` SMs."""
     varlen = q.dim() == 3
     axes = ("row", "head") if varlen else ("batch", "row", "head")
     strides = {f"{name}_{axis}_stride": stride if size != 1 else 0  # as ops/attention gives them
                for name, t in zip(TENSORS, (q, k, v, out), strict=True)
                for axis, stride, size in zip(axes, t.stride(), t.shape[:-1], strict=False)}
-    return fa3_values(plan, num_sms=num_sms, batch=batch, seqlen_q=q.shape[-3], seqlen_kv=k.shape[-3],
-                      num_heads_q=q.shape[-2], num_heads_kv=k.shape[-2], softmax_scale=1.0, top_left=False,
-                      window=(-1, -1), strides=strides)
+    sizes = Sizes(batch, q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], strides=strides)
+    return program_of(plan, sizes, num_sms)
+
+
+def step_of(*arguments: Any, **more: Any) -> Step:
+    """The only step of program_for."""
+    [step] = program_for(*arguments, **more).steps
+    return step
 
 
 class WatchedDriver:
@@ -162,16 +169,17 @@ class WatchedDriver:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> WatchedDriver:
-    """One in place of the driver, with a device of 132 SMs."""
+    """One in place of the driver."""
     watched = WatchedDriver()
     for module in (checked, kernel, tensor_map, counters):
         monkeypatch.setattr(module, "api", lambda: watched)
     monkeypatch.setattr(counters, "_is_capturing", lambda: False)
-    monkeypatch.setattr(counters, "device_facts", lambda index: SimpleNamespace(num_sms=132))
     return watched
 
 
 def watched_kernel(plan: Plan, watched: WatchedDriver) -> Any:
-    """What a Launcher needs of a Kernel."""
+    """What a Launcher and a BoundProgram need of a Kernel."""
     watched.params_bytes = plan.params_bytes()
-    return SimpleNamespace(plan=plan, function=driver.CUfunction(1))
+    made = SimpleNamespace(plan=plan, function=driver.CUfunction(1))
+    made.launcher = lambda step: kernel.Launcher(made, step)
+    return made

@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny
 
+from flashgen.codegen.families.launch import program_of
+from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import plan_and_source
 from flashgen.codegen.spec.spec import load_specs, shipped_spec_paths, variant_spec_paths
@@ -29,7 +31,6 @@ from flashgen.runtime.compile.cache import Cache
 from flashgen.runtime.compile.cubin import Cubin, Resources, check_image
 from flashgen.runtime.compile.entry import FILES, META, Entry, facts
 from flashgen.runtime.compile.nvrtc import compile_source
-from flashgen.runtime.launch.values import launch_values
 from flashgen.runtime.select import lookup
 from flashgen.runtime.select.bundle import MANIFEST, Bundle, abi_digest, write_bundle
 from flashgen.runtime.select.lookup import Registry
@@ -72,8 +73,7 @@ def serve(folder: Path) -> int:
             if isinstance(plan, Plan):
                 served += 1
                 if wanted.pass_ == "fwd":
-                    launch_values(plan, num_sms=132, batch=2, seqlen_q=99, seqlen_kv=99, num_heads_q=4, num_heads_kv=2,
-                                  softmax_scale=1.0, top_left=False, window=(-1, -1), strides={})
+                    program_of(plan, Sizes(2, 99, 99, 4, 2), 132)
     for selector in bundle.selectors():
         bundle.get(selector)
     return served
@@ -308,7 +308,7 @@ def test_a_whole_entry_is_served_and_a_deep_one_rebuilt(entry: tuple[Path, dict[
     (("kernels", 1, "files"), [], "`kernels[1].files` is a list"),
     (("kernels", 1, "files", "cubin", "bytes"), -1, "`kernels[1].files.cubin.bytes` is -1"),
     (("kernels", 0, "resources"), {"registers": 1}, "`kernels[0].resources` lacks `stack_bytes`"),
-    (("kernels",), 5, "`kernels` is 5"), (("schema",), [3], "has schema [3], launch rules 5"),
+    (("kernels",), 5, "`kernels` is 5"), (("schema",), [3], "has schema [3], launch rules 6"),
     (("kind",), "a bundle", "is not a bundle's"), (("more",), 1, 'has "more"')])
 def test_a_wrong_field_of_the_manifest_is_named(
         place: tuple[Any, ...], value: object, message: str, bundle: Path, tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen
 from flashgen.codegen.expr.tree import round_float
+from flashgen.codegen.families.shared.launch import LOG2_E
 from flashgen.errors import FlashgenError, SpecError, UnsupportedError
-from flashgen.runtime.launch.values import LOG2_E
 from flashgen.runtime.ops.arguments import flag, number, whole
 from flashgen.runtime.ops.attention import checks
 from flashgen.runtime.ops.mla_decode.problem import MlaProblem

@@ -13,6 +13,7 @@ import torch
 
 import flashgen
 from flashgen.codegen.families.registry import fastest_first
+from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.spec.spec import Spec
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import EnvironmentError_, UnsupportedError
@@ -209,9 +210,8 @@ def test_sizes_decide_before_a_kernel_is_loaded(sizes: tuple[int, ...], variant:
     monkeypatch.setattr(lookup, "_compiled", compiled)
     registry = Registry()
     registry._bundles = []
-    names = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "num_heads_kv")
     with pytest.raises(Loaded):
-        registry.kernel(registry.for_sizes(wanted(), 0, dict(zip(names, sizes, strict=True))), 0)
+        registry.kernel(registry.for_sizes(wanted(), 0, Sizes(*sizes)), 0)
     assert asked == [variant]
 
 
@@ -219,12 +219,12 @@ def test_sizes_decide_before_a_kernel_is_loaded(sizes: tuple[int, ...], variant:
 def test_variants_with_expressions_have_no_twins(changes: dict[str, Any]) -> None:
     """So that calls of all sizes share a kernel."""
     registry = Registry()
-    call = {"batch": 2, "seqlen_q": 1, "seqlen_kv": 4000, "num_heads_q": 32, "num_heads_kv": 8}
+    sizes = Sizes(2, 1, 4000, 32, 8)
     for given in (spec("fa3", **changes), flashgen.variant(**changes)):
         asked = wanted(spec=handle_of(given))
-        assert registry.for_sizes(asked, EMULATED, call) == asked
+        assert registry.for_sizes(asked, EMULATED, sizes) == asked
     registry._opened["both"] = (spec("fa3"), spec("fa3", **changes))
-    assert registry.for_sizes(wanted(spec="both"), EMULATED, call).pack_gqa
+    assert registry.for_sizes(wanted(spec="both"), EMULATED, sizes).pack_gqa
 
 
 # ---- what a call says of its tensors

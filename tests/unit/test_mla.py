@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,12 @@ from mla_kit import MLA_SPECS, decode
 from torch import Tensor
 
 import flashgen
+from flashgen.codegen.families.flashmla.launch import DecodeSizes, QuerySizes
+from flashgen.codegen.families.launch import program_of
 from flashgen.codegen.families.registry import fastest_first, lower
 from flashgen.codegen.plan import Plan
+from flashgen.codegen.program import Step
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.launch.values import pointer_names
 from flashgen.runtime.ops import torch_ops
 from flashgen.runtime.ops.mla_decode import call as mla
 from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem, check_mla
@@ -34,7 +36,7 @@ PROBLEM = MlaProblem((70, 0, 5), 4, 2, 64, causal=True)
 class Stage:
     """Launches so far: (plan, values, tensors)."""
 
-    launches: list[tuple[Plan, dict[str, Any], dict[str, Tensor | None]]] = field(default_factory=list)
+    launches: list[tuple[Plan, Mapping[str, Any], dict[str, Tensor | None]]] = field(default_factory=list)
     asked: list[Wanted] = field(default_factory=list)
 
     @property
@@ -48,20 +50,20 @@ class Kernel:
     stage: Stage
     num_sms: int = 4
 
-    def launcher(self, values: dict[str, Any]) -> Callable[..., None]:
+    def launcher(self, step: Step) -> Callable[..., None]:
         named = {p.name for p in self.plan.params} - {m.name for m in self.plan.tensor_maps}
-        assert named - {*pointer_names(self.plan)} <= values.keys()
+        assert named - {*self.plan.pointers} <= step.values.keys()
 
-        def launch(**tensors: Tensor | None) -> None:
-            self.stage.launches.append((self.plan, values, tensors))
+        def launch(tensors: dict[str, Tensor | None], filled: set[str]) -> None:
+            self.stage.launches.append((self.plan, step.values, tensors))
             if self.plan.pass_ == "decode":
-                answer(values, tensors)
+                answer(step.values, tensors)
             else:
                 tensors["schedule"].zero_()  # type: ignore[union-attr]
         return launch
 
 
-def answer(values: dict[str, Any], x: dict[str, Any]) -> None:
+def answer(values: Mapping[str, Any], x: dict[str, Any]) -> None:
     scale, causal = values["scale_log2"] * math.log(2), values["hidden_keys"] > 0
     inputs = MlaInputs(x["q"], x["kv"], x["seqlens"], x["page_table"], causal, scale, x["sink"])
     out, lse, _ = inputs.solve()
@@ -313,8 +315,11 @@ def test_a_schedule_pickles(stage: Stage) -> None:
     assert pickle.loads(pickle.dumps(schedule)).seqlen_q == 2 and flashgen.MlaSchedule is mla.MlaSchedule
 
 
-def test_pointers_are_in_the_order_that_a_device_gets_them() -> None:
+def test_every_pointer_is_a_tensor_of_the_call_or_a_buffer() -> None:
+    sizes = DecodeSizes(QuerySizes(3, 2, 4), 9, 64, 3, {})
     for variant, spec in SPECS.items():
-        names = pointer_names(lower(spec))
-        expected = [*mla.POINTERS, "partials", "counters"] if spec.pass_ == "decode" else ["seqlens", "schedule"]
-        assert names == expected, variant
+        if spec.pass_ == "decode":
+            program = program_of(lower(spec), sizes, 4, lower(SPECS["mla_h100_schedule"]))
+            assert {*lower(spec).pointers} <= {*mla.TENSORS, *(buffer.name for buffer in program.buffers)}, variant
+            assert [step.kernel for step in program.steps] == ["schedule", "decode"]
+            assert [step.kernel for step in program.given({"schedule"}).steps] == ["decode"]

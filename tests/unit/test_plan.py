@@ -140,24 +140,6 @@ def test_params_layout_is_the_c_layout():
         assert params_layout(plan.params)[1] == {name: getattr(struct_type, name).offset for name, _ in members}
 
 
-def test_pointers_come_in_the_order_of_the_plan():
-    """What flashgen.attention hands a launcher, against the plan's own list; with and without lse, dense and varlen."""
-    torch = pytest.importorskip("torch")
-    from flashgen.runtime.launch.kernel import pointer_names
-    from flashgen.runtime.ops.attention.call import _more_pointers
-
-    out, lse, cu_q, cu_kv = (torch.empty(4) for _ in range(4))
-    for lse_in_spec in (True, False):
-        for kv_layout in ("dense", "varlen"):
-            plan = lower(BASE.with_(lse=lse_in_spec, kv_layout=kv_layout))
-            values = {"out": out, "lse": lse, "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv}
-            names = pointer_names(plan)
-            assert names[:3] == ["q", "k", "v"]
-            varlen = kv_layout == "varlen"
-            found = _more_pointers("lse" in names, out, lse, cu_q if varlen else None, cu_kv if varlen else None)
-            assert found == [values[name].data_ptr() for name in names[3:]]
-
-
 CHANGES = {
     "name": "other", "arch": "sm_80", "dtype": "fp16", "head_dim_qk": 96, "head_dim_v": 32, "causal": True,
     "window": True, "kv_layout": "varlen", "lse": False, "batch_invariant": True, "tile": Tile(m=64, n=32), "stages": 3,

@@ -9,13 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tensor_map_kit import fa3_like
-from test_values import SMS, call, plan_of
+from test_values import SMS, call, plan_of, step
 
-from flashgen.codegen.families.fa3.tiles import KINDS, kernel_kind
-from flashgen.codegen.families.registry import lower
-from flashgen.codegen.mask import query_tiles
-from flashgen.codegen.spec.spec import load_specs, spec_path
-from flashgen.runtime.launch.split import (
+from flashgen.codegen.families.fa3.launch import counter_words, cutting_of
+from flashgen.codegen.families.fa3.split import (
     BYTE_CLOCKS,
     LAST_ROUNDS,
     MANY_ROUNDS,
@@ -34,7 +31,14 @@ from flashgen.runtime.launch.split import (
     sections,
     split_tail,
 )
-from flashgen.runtime.launch.values import counter_words, cutting_of, fa3_values, launch_values, splits_keys
+from flashgen.codegen.families.fa3.tiles import KINDS, kernel_kind
+from flashgen.codegen.families.launch import program_of
+from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.shared.launch import splits_keys
+from flashgen.codegen.mask import query_tiles
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.program import Step
+from flashgen.codegen.spec.spec import load_specs, spec_path
 from flashgen.runtime.ops.attention.cases import ROOT
 
 FULL = Cutting(192, 64, False, False, 128, 128, 2)
@@ -42,7 +46,7 @@ STEP = FULL.step_clocks
 
 
 def cut_tail(cut: Cutting, num_sms: int, **call: Any) -> Parts:
-    return Grid.of(cut, num_sms, Shape.of(call)).cut_tail()[0]
+    return Grid.of(cut, num_sms, Shape(**call)).cut_tail()[0]
 
 
 # ---- the last round of tiles
@@ -100,13 +104,12 @@ def chosen(row: dict[str, Any]) -> tuple[float, float]:
     """Microseconds of what a timed call gets; of the best that was timed. A number of parts that was not timed counts
     as one that is near, or as the slower of its neighbours."""
     heads, kv_heads = row["num_heads"]
-    shape = dict(batch=row["batch"], seqlen_q=row["seqlen_q"], seqlen_kv=row["seqlen_kv"], num_heads_q=heads,
-                 num_heads_kv=kv_heads)
+    shape = Shape(row["batch"], row["seqlen_q"], row["seqlen_kv"], heads, kv_heads)
     kernels = {kind: KERNELS[(*row["head_dims"], row["causal"], kind)] for kind in KINDS}
     whole, cut, packed = kernels.values()
-    splits, packs = best_twin((whole, cut, packed), SMS, **shape)
+    splits, packs = best_twin((whole, cut, packed), SMS, shape)
     kind = kernel_kind(splits, bool(packs))
-    rows, parts = cut_launch(kernels[kind], SMS, splits=splits, **shape)
+    rows, parts = cut_launch(kernels[kind], SMS, shape, splits=splits)
     timed = {int(name.split()[2]): us for name, us in row["us"].items()
              if name.startswith(f"{kind} {rows.warpgroups} ")}
     count = parts.max_parts
@@ -118,7 +121,7 @@ def chosen(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def test_calls_get_about_the_fastest_that_was_timed() -> None:
-    """The model of runtime/launch/split.py against every number of warpgroups and parts of 250 calls."""
+    """The model of families/fa3/split.py against every number of warpgroups and parts of 250 calls."""
     # Few queries that were timed packed alone, but are served unpacked: as many rows either way.
     rows = [row for row in ROWS if not (row["num_heads"] == [32, 8] and row["seqlen_q"] == 64)]
     assert len(rows) > 240
@@ -136,14 +139,13 @@ def test_timed_calls_beat_fa3() -> None:
 def test_of_batch_invariant_kernels_all_tiles_are_tall() -> None:
     for invariant, rows in ((True, 192), (False, 64)):
         plan = plan_of("fa3", batch_invariant=invariant)
-        values = launch_values(plan, num_sms=SMS, **call(batch=1, seqlen_q=300, seqlen_kv=300))
-        assert values["block_rows"] == rows and values["threads"] == 2 * rows + 128
+        launch = step(plan, batch=1, seqlen_q=300, seqlen_kv=300)
+        assert launch.values["block_rows"] == rows and launch.threads == 2 * rows + 128
 
 
 def test_many_tiles_are_tall() -> None:
     for seqlen_q, rows in ((64, 64), (192 * MANY_ROUNDS * SMS + 1, 192)):
-        found, parts = cut_launch(FULL, SMS, splits=False, batch=1, seqlen_q=seqlen_q, seqlen_kv=512, num_heads_q=1,
-                                  num_heads_kv=1)
+        found, parts = cut_launch(FULL, SMS, Shape(1, seqlen_q, 512, 1, 1), splits=False)
         assert found == FULL._replace(rows=rows) and parts == (math.ceil(seqlen_q / rows), 1, 1, parts.full_tiles)
 
 
@@ -152,7 +154,7 @@ def test_many_tiles_are_tall() -> None:
 def test_rows_are_those_that_cost_least(batch: int, heads: int, seqlen_q: int, seqlen_kv: int, causal: bool,
                                         splits: bool, window: tuple[int, int]) -> None:
     shape = Shape(batch, seqlen_q, seqlen_kv, heads, 1, window=window)
-    found, parts = cut_launch(FULL._replace(causal=causal), SMS, splits=splits, **shape._asdict())
+    found, parts = cut_launch(FULL._replace(causal=causal), SMS, shape, splits=splits)
     tallest = Grid.of(FULL._replace(causal=causal), SMS, shape)
     assert parts.num_units >= Grid.of(found, SMS, shape).tiles and (splits or parts.max_parts == 1)
     if tallest.rounds > MANY_ROUNDS:
@@ -171,8 +173,7 @@ def test_which_twin_serves_a_call() -> None:
     cut, packed = FULL, Cutting(64, 64, False, True, 128, 128, 2)
 
     def twin(cut: Cutting, batch: int, seqlen_q: int, seqlen_kv: int, heads: int, kv_heads: int) -> tuple[bool, Any]:
-        return best_twin((FULL, cut, packed), SMS, batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv,
-                         num_heads_q=heads, num_heads_kv=kv_heads)
+        return best_twin((FULL, cut, packed), SMS, Shape(batch, seqlen_q, seqlen_kv, heads, kv_heads))
 
     assert twin(cut, 1, 1, 8192, 32, 8) == (True, True) and twin(cut, 1, 16, 8192, 32, 8) == (True, True)
     assert twin(cut, SMS, 192, 8192, 1, 1) == (False, False)    # a whole round of full tiles
@@ -203,37 +204,40 @@ def test_causal_tiles_are_as_long_as_the_kernel_finds_them(top_left: bool, heads
     assert found.num_units == units
 
 
-def few(**changes: Any) -> dict[str, Any]:
-    """Five tiles of fa3_like, BLOCK_M 16 and BLOCK_N 16, with 64 key tiles."""
-    return call(**{"batch": 1, "seqlen_q": 16, "seqlen_kv": 1024, "num_heads_q": 5, "num_heads_kv": 5, **changes})
+def few(plan: Plan, num_sms: int, seqlen_kv: int = 1024) -> tuple[Step, int]:
+    """Launch and floats of partials of five tiles of fa3_like, BLOCK_M 16 and BLOCK_N 16, with 64 key tiles."""
+    sizes = call(batch=1, seqlen_q=16, seqlen_kv=seqlen_kv, num_heads_q=5, num_heads_kv=5)
+    program = program_of(plan, sizes, num_sms)
+    return program.steps[0], sum(buffer.size for buffer in program.buffers if buffer.name == "partials")
 
 
 def test_splits_bring_partials_and_blocks() -> None:
     plan = fa3_like()  # PARTIAL_FLOATS 32
-    values = fa3_values(plan, num_sms=4, **few())
+    launch, floats = few(plan, 4)
+    values = launch.values
     assert (values["num_tiles"], values["full_tiles"], values["max_parts"], values["num_units"]) == (5, 4, 4, 8)
-    assert values["partials_floats"] == 4 * 32 and values["grid_x"] == 4 and values["cooperative"]
-    values = fa3_values(plan, num_sms=64, **few())
+    assert floats == 4 * 32 and launch.grid_x == 4 and launch.cooperative
+    launch, floats = few(plan, 64)
+    values = launch.values
     assert values["full_tiles"] == 0 and values["max_parts"] > 1
-    assert values["grid_x"] == values["num_units"] == 5 * values["max_parts"] <= 64
-    assert values["partials_floats"] == 5 * values["max_parts"] * 32
-    values = fa3_values(plan, num_sms=4, **few(seqlen_kv=0))
-    assert (values["full_tiles"], values["max_parts"], values["partials_floats"], values["grid_x"]) == (5, 1, 0, 4)
-    assert not values["cooperative"]
+    assert launch.grid_x == values["num_units"] == 5 * values["max_parts"] <= 64
+    assert floats == 5 * values["max_parts"] * 32
+    launch, floats = few(plan, 4, seqlen_kv=0)
+    assert (launch.values["full_tiles"], launch.values["max_parts"], floats, launch.grid_x) == (5, 1, 0, 4)
+    assert not launch.cooperative
 
 
 def test_a_plan_without_partials_splits_nothing() -> None:
     plan = fa3_like(partials=False)
     assert not splits_keys(plan)
-    values = fa3_values(plan, num_sms=4, **few())
-    assert (values["full_tiles"], values["num_units"], values["partials_floats"], values["grid_x"]) == (5, 5, 0, 4)
+    launch, floats = few(plan, 4)
+    assert (launch.values["full_tiles"], launch.values["num_units"], floats, launch.grid_x) == (5, 5, 0, 4)
 
 
 def test_short_tiles_of_a_mask_have_fewer_parts() -> None:
     """And those that fit into one part are written by its block."""
     plan = plan_of("fa3", causal=True, split=True)
-    values = launch_values(plan, num_sms=SMS, **call(batch=1, seqlen_q=2048, seqlen_kv=2048, num_heads_q=2,
-                                                            num_heads_kv=2))
+    values = step(plan, batch=1, seqlen_q=2048, seqlen_kv=2048, num_heads_q=2, num_heads_kv=2).values
     assert values["full_tiles"] == 0 and values["num_units"] < values["num_tiles"] * values["max_parts"]
 
 
@@ -306,7 +310,7 @@ def test_sections_give_every_tile_once(heads: int, m_tiles: int, num_sms: int, r
 
 def test_sections_count_the_heads_of_all_sequences() -> None:
     """Dense; the sequences of a varlen call lie side by side."""
-    many = call(batch=3, num_heads_q=8, num_heads_kv=8, seqlen_q=1, seqlen_kv=1)
+    many = dict(batch=3, num_heads_q=8, num_heads_kv=8, seqlen_q=1, seqlen_kv=1)
     for kv_layout, heads in (("dense", 24), ("varlen", 8)):
-        values = launch_values(plan_of("fa3", causal=True, kv_layout=kv_layout), num_sms=SMS, **many)
+        values = step(plan_of("fa3", causal=True, kv_layout=kv_layout), **many).values
         assert values["heads_at_the_end"] + values["heads_before_the_end"] == heads

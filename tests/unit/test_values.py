@@ -13,19 +13,14 @@ from tensor_map_kit import fa3_like
 from typer.testing import CliRunner
 
 from flashgen.cli.app import app
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.launch import RULES, program_of
+from flashgen.codegen.families.registry import FAMILIES, lower
+from flashgen.codegen.families.shared.launch import Sizes, is_persistent, splits_keys, tiled_values
 from flashgen.codegen.plan import Plan
+from flashgen.codegen.program import Step
 from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import PlanError, UnsupportedError
 from flashgen.runtime.launch.kernel import divisor_bytes
-from flashgen.runtime.launch.values import (
-    fa2_values,
-    fa3_values,
-    is_persistent,
-    launch_values,
-    pointer_names,
-    splits_keys,
-)
 
 SMS = 132
 
@@ -35,16 +30,23 @@ def plan_of(family: str, **changes: Any) -> Plan:
                          "head_dim_qk": 128, **changes}))
 
 
-def call(**changes: Any) -> dict[str, Any]:
-    return {"batch": 2, "seqlen_q": 1000, "seqlen_kv": 3000, "num_heads_q": 16, "num_heads_kv": 4, "softmax_scale": 0.5,
-            "top_left": False, "window": (-1, -1), "strides": {}, **changes}
+def call(**changes: Any) -> Sizes:
+    return Sizes(**{"batch": 2, "seqlen_q": 1000, "seqlen_kv": 3000, "num_heads_q": 16, "num_heads_kv": 4,
+                    "softmax_scale": 0.5, **changes})
+
+
+def step(plan: Plan, num_sms: int = SMS, **changes: Any) -> Step:
+    """The only launch of a call."""
+    [found] = program_of(plan, call(**changes), num_sms).steps
+    return found
 
 
 @pytest.mark.parametrize("family", ["fa2", "fa3"])
 @pytest.mark.parametrize("kv_layout", ["dense", "varlen"])
 def test_what_all_families_share(family: str, kv_layout: str) -> None:
     plan = plan_of(family, kv_layout=kv_layout, causal=True)
-    values = launch_values(plan, num_sms=SMS, **call(top_left=True, window=(-1, 7), strides={"q_row_stride": 11}))
+    launch = step(plan, top_left=True, window=(-1, 7), strides={"q_row_stride": 11})
+    values = launch.values
     block_m = plan.constant("BLOCK_M") if family == "fa2" else values["block_rows"]
     m_tiles = math.ceil(1000 / block_m) if kv_layout == "dense" else 1000 // block_m + 3
     tiles = m_tiles * 16 * (2 if kv_layout == "dense" else 1)
@@ -53,9 +55,9 @@ def test_what_all_families_share(family: str, kv_layout: str) -> None:
                 "window_left": 3000, "window_right": 7, "q_row_stride": 11}
     assert values.items() >= expected.items()
     if family == "fa2":
-        assert values["grid_x"] == tiles and not is_persistent(plan)
+        assert launch.grid_x == tiles and not is_persistent(plan)
     else:
-        assert values["grid_x"] == min(SMS, tiles) and is_persistent(plan)
+        assert launch.grid_x == min(SMS, tiles) and is_persistent(plan)
 
 
 def test_every_parameter_gets_a_value() -> None:
@@ -63,43 +65,46 @@ def test_every_parameter_gets_a_value() -> None:
         for change in ({}, {"causal": True}, {"window": True, "kv_layout": "varlen"}, {"lse": False}):
             plan = plan_of(family, **change)
             strides = {p.name: 8 for p in plan.params if p.name.endswith("_stride")}
-            values = launch_values(plan, num_sms=SMS, **call(strides=strides))
-            named = {p.name for p in plan.params} - {row.name for row in plan.tensor_maps} - {*pointer_names(plan)}
-            assert named <= values.keys()
+            named = {p.name for p in plan.params} - {row.name for row in plan.tensor_maps} - {*plan.pointers}
+            assert named <= step(plan, strides=strides).values.keys()
 
 
-def test_counters_and_partials_are_the_last_pointers() -> None:
-    """CountingLauncher adds them to what flashgen.attention gives for every family."""
+def test_every_pointer_is_a_tensor_or_a_buffer() -> None:
+    """fa3 needs what fa2 needs, and the buffers of its programs."""
     for change in ({}, {"causal": True}, {"kv_layout": "varlen"}, {"lse": False}, {"batch_invariant": True}):
         plan = plan_of("fa3", **change)
-        names = pointer_names(plan)
-        extra = ["counters", "partials"] if splits_keys(plan) else ["counters"]
-        assert names == pointer_names(plan_of("fa2", **change)) + extra
+        buffers = [buffer.name for buffer in program_of(plan, call(), SMS).buffers]
+        assert buffers == ["counters", "partials"][:1 + splits_keys(plan)]
+        assert {*plan.pointers} == {*plan_of("fa2", **change).pointers, *buffers}
+
+
+def test_every_lowering_has_launch_rules() -> None:
+    assert RULES.keys() == FAMILIES.keys()
 
 
 def test_too_many_tiles_are_refused() -> None:
     for family in ("fa2", "fa3"):
         with pytest.raises(UnsupportedError, match=r"(?s)tiles.*allowed: 2147483647 tiles.*split the batch"):
-            launch_values(plan_of(family), num_sms=SMS, **call(batch=2**20, seqlen_q=2**19))
+            step(plan_of(family), batch=2**20, seqlen_q=2**19)
 
 
 def test_a_family_without_rules_is_refused() -> None:
     with pytest.raises(PlanError, match="fa9"):
-        launch_values(dataclasses.replace(plan_of("fa2"), family="fa9"), num_sms=SMS, **call())
+        step(dataclasses.replace(plan_of("fa2"), family="fa9"))
 
 
 def test_families_differ_in_the_grid_alone() -> None:
     plan = fa3_like()
-    common = fa2_values(plan, **call())
-    assert fa3_values(plan, num_sms=SMS, **call()).items() >= {**common, "grid_x": SMS}.items()
+    launch = step(plan)
+    assert launch.values.items() >= tiled_values(plan, 16, call()).items() and launch.grid_x == SMS
 
 
 def test_no_launch_is_empty() -> None:
     plan = fa3_like()
     for seqlen_q in (1, 16, 17):
-        assert fa3_values(plan, num_sms=SMS, **call(seqlen_q=seqlen_q, seqlen_kv=0))["grid_x"] >= 1
+        assert step(plan, seqlen_q=seqlen_q, seqlen_kv=0).grid_x >= 1
     varlen = fa3_like(kv_layout="varlen", partials=False)
-    assert fa3_values(varlen, num_sms=SMS, **call(seqlen_q=1, batch=1, num_heads_q=1, num_heads_kv=1))["grid_x"] == 2
+    assert step(varlen, seqlen_q=1, batch=1, num_heads_q=1, num_heads_kv=1).grid_x == 2
 
 
 INT_MAX = 2**31 - 1

@@ -17,11 +17,11 @@ import flashgen
 from flashgen.codegen.expr.evaluate import evaluate
 from flashgen.codegen.expr.tree import Name, Op, walk
 from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.shared.launch import is_persistent
 from flashgen.codegen.spec.spec import Spec, load_specs, variant_spec_paths
 from flashgen.errors import SpecError
 from flashgen.runtime.emulator import trace
 from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
-from flashgen.runtime.launch.values import is_persistent
 from flashgen.runtime.ops.attention.edges import emulated_problems, tile_shape
 from flashgen.runtime.ops.attention.problem import Problem
 from flashgen.runtime.verify.changes import Place

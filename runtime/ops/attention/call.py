@@ -17,14 +17,15 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.codegen.expr.tree import TensorParam
+from flashgen.codegen.families.launch import program_of
+from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.spec.expressions import SINK
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
-from flashgen.runtime.launch.counters import CountingLauncher, counters_of
 from flashgen.runtime.launch.driver import api
-from flashgen.runtime.launch.kernel import Kernel, Launcher
+from flashgen.runtime.launch.kernel import Kernel
+from flashgen.runtime.launch.program import bind as bind_program
 from flashgen.runtime.launch.tensor_map import fits_maps
-from flashgen.runtime.launch.values import is_persistent, launch_values, pointer_names, splits_keys
 from flashgen.runtime.ops.arguments import RAW_ERRORS, check_unread, pair, require_tensors, same
 from flashgen.runtime.ops.attention.checks import (
     CAUSAL_CODES,
@@ -54,8 +55,9 @@ from flashgen.runtime.select.variant import Variant
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
-    from flashgen.runtime.emulator.kernel import EmulatedKernel, EmulatedLauncher
+    from flashgen.runtime.emulator.kernel import EmulatedKernel
 
+POINTERS = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_kv")  # then tensors of params, "user_<name>"
 MEMO_LIMIT = 4096          # varlen calls bring ever new totals
 FORCE_CPU = os.environ.get("FLASHGEN_DEVICE") == "cpu"  # read once: this is on the path of every call
 
@@ -177,16 +179,14 @@ def _nobody_listens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 class _Call:
     """All that one combination of shapes, strides and options fixes: copies to make, what to allocate, the launch."""
 
-    __slots__ = ("copies", "extents", "generation", "launcher", "lse_shape", "out_like_q", "out_shape", "sink",
-                 "takes_lse", "users")
+    __slots__ = ("copies", "extents", "generation", "launch", "lse_shape", "names", "out_like_q", "out_shape", "sink")
 
     def __init__(self, copies: tuple[bool, ...] | None, out_shape: tuple[int, ...], lse_shape: tuple[int, ...],
-                 launcher: Launcher | CountingLauncher | EmulatedLauncher | None, out_like_q: bool = False,
-                 takes_lse: bool = True, users: tuple[tuple[str, int], ...] = (), sink: bool = False) -> None:
-        """`users`: (pointer, place) of the parameters' tensors that the kernel takes. `sink`: the last joins lse."""
-        self.users, self.sink = users, sink
-        self.copies, self.out_shape, self.lse_shape, self.launcher = copies, out_shape, lse_shape, launcher
-        self.out_like_q, self.takes_lse = out_like_q, takes_lse
+                 launch: Any = None, out_like_q: bool = False, names: tuple[str, ...] = (), sink: bool = False) -> None:
+        """`launch`: a bound program. `names`: of its tensors, in order. `sink`: the last parameter joins lse."""
+        self.names, self.sink = names, sink
+        self.copies, self.out_shape, self.lse_shape, self.launch = copies, out_shape, lse_shape, launch
+        self.out_like_q = out_like_q
         self.extents: tuple[int, ...] = ()  # bytes of q, k, v and the caller's out
         self.generation = registry.generation
 
@@ -244,23 +244,24 @@ def _run(  # type: ignore[no-untyped-def]
                 or begin - v_bytes < v_pointer < end):
             check_shared(out, q=q, k=k, v=v)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if want_lse else None
-    if call.launcher is None:  # no key to look at, or no query
+    if call.launch is None:  # no key to look at, or no query
         out.zero_()
         if lse is not None:
             lse.copy_(bound[2][-1][:, None]) if call.sink else lse.fill_(-math.inf)
         return out, lse
+    users = () if bound is None else bound[2]
     if device_index < 0:
-        users = {name: bound[2][place] for name, place in call.users}
-        call.launcher(q=q, k=k, v=v, out=out, lse=lse, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **users)
+        call.launch(dict(zip(call.names, (q, k, v, out, lse, cu_q, cu_kv, *users), strict=True)))
         return out, lse
-    pointers = [q_pointer, k_pointer, v_pointer, *_more_pointers(call.takes_lse, out, lse, cu_q, cu_kv)]
-    if call.users:
-        pointers += [bound[2][place].data_ptr() for _, place in call.users]
+    addresses = [q_pointer, k_pointer, v_pointer, out.data_ptr(), 0 if lse is None else lse.data_ptr()]
+    addresses += (0, 0) if cu_q is None else (cu_q.data_ptr(), cu_kv.data_ptr())
+    if users:
+        addresses += [t.data_ptr() for t in users]
     if torch._C._cuda_getDevice() == device_index:
-        call.launcher(_current_stream(device_index), *pointers)
+        call.launch(_current_stream(device_index), addresses)
     else:
         with torch.cuda.device(device_index):
-            call.launcher(_current_stream(device_index), *pointers)
+            call.launch(_current_stream(device_index), addresses)
     return out, lse
 
 
@@ -280,16 +281,6 @@ def _keep(key: tuple, call: _Call, q: torch.Tensor, k: torch.Tensor, v: torch.Te
         if len(_memo.calls) >= MEMO_LIMIT:
             _memo.calls.clear()
         _memo.calls[key] = call
-
-
-def _more_pointers(takes_lse, out, lse, cu_q, cu_kv):  # type: ignore[no-untyped-def]
-    """What follows q, k and v among a plan's pointers, but for what a CountingLauncher adds."""
-    pointers = [out.data_ptr()]
-    if takes_lse:
-        pointers.append(0 if lse is None else lse.data_ptr())
-    if cu_q is not None:
-        pointers += (cu_q.data_ptr(), cu_kv.data_ptr())
-    return pointers
 
 
 def _prepare(  # type: ignore[no-untyped-def]
@@ -319,7 +310,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     if any(copies):
         logger().log(CHATTER, "copied first, since rows are not 16-byte aligned: %s",
                      ", ".join(name for name, copy in zip("qkv", copies, strict=True) if copy))
-        return _Call(copies, out_shape, lse_shape, None)
+        return _Call(copies, out_shape, lse_shape)
     reach = max(seqlen_q, seqlen_kv)
     left, right = (-1 if side >= reach else side for side in (left, right))
     windowed = left >= 0 or (right >= 0 and not causal)  # causal bounds the right side anyway
@@ -327,40 +318,26 @@ def _prepare(  # type: ignore[no-untyped-def]
                     "varlen" if varlen else "dense", want_lse, handle,
                     all(fits_maps(t.shape, t.stride(), t.element_size()) for t in (q, k, v, out) if t is not None))
     if 0 in out_shape or (batch == 0 and declared):
-        return _Call(None, out_shape, lse_shape, None, sink=sink)
+        return _Call(None, out_shape, lse_shape, sink=sink)
     axes = ("row", "head") if varlen else ("batch", "row", "head")
     row_layout = out if out is not None else q.new_empty(out_shape, device="meta")
     by_name = {f"{name}_{axis}_stride": stride for name, t in (("q", q), ("k", k), ("v", v), ("out", row_layout))
                for axis, stride in zip(axes, strides(t), strict=True)}
-    call = dict(batch=batch, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, num_heads_q=num_heads_q,
-                num_heads_kv=num_heads_kv, softmax_scale=scale, top_left=causal == 2,
-                window=(left, 0 if causal else right), strides=by_name)
-    kernel = _kernel(wanted, q.device, call)
-    values = launch_values(kernel.plan, num_sms=kernel.num_sms, **call) | scalars
+    sizes = Sizes(batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, scale, causal == 2,
+                  (left, 0 if causal else right), by_name)
+    kernel = _kernel(wanted, q.device, sizes)
+    program = program_of(kernel.plan, sizes, kernel.num_sms).with_values(scalars)
     if seqlen_kv == 0 and kernel.plan.tensor_maps:  # a map describes one row at least
-        return _Call(None, out_shape, lse_shape, None, sink=sink)
-    out_like_q = out_shape == q.shape and q.is_contiguous()
-    names = pointer_names(kernel.plan)
-    places = {f"user_{p.name}": i for i, p in enumerate(p for p in declared if isinstance(p, TensorParam))}
-    return _Call(None, out_shape, lse_shape, _launcher(kernel, values, q.device), out_like_q, "lse" in names,
-                 tuple((name, places[name]) for name in names if name in places))
+        return _Call(None, out_shape, lse_shape, sink=sink)
+    names = (*POINTERS, *(f"user_{p.name}" for p in declared if isinstance(p, TensorParam)))
+    return _Call(None, out_shape, lse_shape, bind_program(program, {"fwd": kernel}, names, q.device),
+                 out_shape == q.shape and q.is_contiguous(), names, sink)
 
 
-def _kernel(wanted: Wanted, device: torch.device, call: dict[str, Any]) -> Kernel | EmulatedKernel:
-    """The kernel for a call; `call` as launch_values takes it."""
+def _kernel(wanted: Wanted, device: torch.device, sizes: Sizes) -> Kernel | EmulatedKernel:
     if device.type == "cpu":
-        return registry.kernel(registry.for_sizes(wanted, EMULATED, call), EMULATED)
+        return registry.kernel(registry.for_sizes(wanted, EMULATED, sizes), EMULATED)
     api()  # refuses a fork by name, before torch and the driver meet it
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes this thread's context torch's
-        return registry.kernel(registry.for_sizes(wanted, device.index, call), device.index)
-
-
-def _launcher(kernel: Kernel | EmulatedKernel, values: dict[str, Any],
-              device: torch.device) -> Launcher | CountingLauncher | EmulatedLauncher:
-    """What launches the kernel; on a device it takes the pointers of the call's tensors and no others."""
-    launcher = kernel.launcher(values)
-    if not isinstance(launcher, Launcher) or not is_persistent(kernel.plan):
-        return launcher
-    floats = values["partials_floats"] if splits_keys(kernel.plan) else None
-    return CountingLauncher(launcher, counters_of(device.index, values["counter_words"]), floats, device)
+        return registry.kernel(registry.for_sizes(wanted, device.index, sizes), device.index)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.families.fa3.launch import cutting_of
+from flashgen.codegen.families.fa3.split import Shape, best_twin
 from flashgen.codegen.families.registry import lower
 from flashgen.codegen.mask import visible_pairs
 from flashgen.errors import SpecError, UnsupportedError
-from flashgen.runtime.launch.split import best_twin
-from flashgen.runtime.launch.values import cutting_of
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
@@ -238,6 +238,6 @@ def _best(twins: Sequence[Spec], case: Case, num_sms: int) -> Spec:
     (rows_q, rows_kv), = set(case.lengths)  # only dense ones have twins
     whole, cut, packed = (cutting_of(lower(twins[0].with_(split=cuts, pack_gqa=packs)))
                           for cuts, packs in ((False, False), (True, False), (True, True)))  # all, if not twins
-    splits, packs = best_twin((whole, cut, packed), num_sms, batch=case.batch, seqlen_q=rows_q, seqlen_kv=rows_kv,
-                              num_heads_q=case.num_heads_q, num_heads_kv=case.num_heads_kv)
+    splits, packs = best_twin((whole, cut, packed), num_sms,
+                              Shape(case.batch, rows_q, rows_kv, case.num_heads_q, case.num_heads_kv))
     return max(twins, key=lambda spec: (spec.pack_gqa == bool(packs), spec.split == splits))

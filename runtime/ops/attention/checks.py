@@ -10,8 +10,8 @@ from torch.compiler import is_dynamo_compiling
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr.tree import FLOAT_MAX, FLOAT_NORMAL
+from flashgen.codegen.families.shared.launch import LOG2_E
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.launch.values import LOG2_E
 from flashgen.runtime.ops.arguments import RAW_ERRORS, check_tensor, flag, number, require_tensors, whole
 from flashgen.runtime.ops.overlap import extent, overlap, overlaps_itself
 

@@ -21,7 +21,7 @@ WINDOWS: tuple[Mask, ...] = (
 HEADS = ((6, 2), (1, 1), (5, 1), (4, 4))  # (num_heads_q, num_heads_kv): ratios 3, 1, 5, 1
 BATCHES = (1, 3)
 MANY_TILES = (3, (45, 9))  # (batch, heads): with three query tiles each, more than two per SM, and on 132 SMs nine over
-KEYS_WORTH_CUTTING = 1400   # of a last round of tiles, whatever the kernel: runtime/launch/split.py
+KEYS_WORTH_CUTTING = 1400   # of a last round of tiles, whatever the kernel: families/fa3/split.py
 SCALES = (None, 0.3, None, 1.0, 0.01)     # cycles of 4, 2 and 5: every combination turns up
 
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from flashgen.codegen.families.flashmla.launch import DecodeSizes, QuerySizes
+from flashgen.codegen.families.launch import program_of
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
-from flashgen.runtime.launch.counters import CountingLauncher, counters_of
 from flashgen.runtime.launch.driver import api
-from flashgen.runtime.launch.kernel import Kernel, Launcher
+from flashgen.runtime.launch.kernel import Kernel
+from flashgen.runtime.launch.program import bind
 from flashgen.runtime.launch.tensor_map import fits_maps
-from flashgen.runtime.launch.values import pointer_names
 from flashgen.runtime.ops.arguments import RAW_ERRORS, flag, same, whole
 from flashgen.runtime.ops.attention import call as ops
 from flashgen.runtime.ops.attention import checks
@@ -36,7 +37,6 @@ from flashgen.runtime.ops.mla_decode.checks import (
     wrong_sizes,
     wrong_tensors,
 )
-from flashgen.runtime.ops.mla_decode.values import mla_values, schedule_values
 from flashgen.runtime.ops.torch_ops import DECODE, DECODE_DYNAMIC, SCHEDULE, all_static, as_numbers
 from flashgen.runtime.select.handles import handle_of
 from flashgen.runtime.select.lookup import EMULATED, registry
@@ -44,10 +44,10 @@ from flashgen.runtime.select.selector import Wanted
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
-    from flashgen.runtime.emulator.kernel import EmulatedKernel, EmulatedLauncher
+    from flashgen.runtime.emulator.kernel import EmulatedKernel
 
 BOX_ROWS = 64          # pages of a multiple of it can be copied as boxes
-POINTERS = ["q", "kv", "out", "lse", "page_table", "seqlens", "sink", "schedule"]  # then what the launcher adds
+TENSORS = ("q", "kv", "out", "lse", "page_table", "seqlens", "sink", "schedule")
 
 
 class MlaSchedule(NamedTuple):
@@ -175,14 +175,14 @@ class _Call(NamedTuple):
     copies: tuple[bool, bool]  # of q and of page_table
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    launcher: Launcher | CountingLauncher | EmulatedLauncher | None = None  # None: no key can be there, or no query
+    launch: Any = None  # a bound program; None: no key can be there, or no query
     extents: tuple[int, ...] = ()  # bytes of q, the cache and the caller's out
 
 
 class _Memo(threading.local):
     def __init__(self) -> None:
         self.calls: dict[tuple, _Call] = {}
-        self.schedules: dict[tuple, tuple[int, tuple[int, int], Launcher | EmulatedLauncher | None]] = {}
+        self.schedules: dict[tuple, tuple[int, tuple[int, ...], Any]] = {}
 
 
 _memo = _Memo()
@@ -217,17 +217,16 @@ def _run(  # type: ignore[no-untyped-def]
         if begin - q_bytes < q_pointer < begin + out_bytes or begin - kv_bytes < kv_pointer < begin + out_bytes:
             checks.check_shared(out, q=q, kv_cache=kv)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if want_lse else None
-    if call.launcher is None:
+    if call.launch is None:
         out.zero_()
         if lse is not None:
             lse.fill_(-math.inf) if sink is None or not counts_sink else lse.copy_(sink[:, None].expand_as(lse))
         return out, lse
     q, page_table = (t.clone(memory_format=torch.contiguous_format) if copy else t
                      for t, copy in zip((q, page_table), call.copies, strict=True))
-    if rows is None:
-        rows = run_schedule(seqlens, q.shape[2], q.shape[1])
-    tensors = (q, kv, out, lse, page_table, seqlens, sink, rows)
-    _launch(call.launcher, device_index, POINTERS, tensors)
+    tensors = (q, kv, out, lse, page_table, seqlens, sink) if rows is None else (
+        q, kv, out, lse, page_table, seqlens, sink, rows)
+    _launch(call.launch, device_index, TENSORS, tensors)
     return out, lse
 
 
@@ -248,16 +247,16 @@ def _remember(memo: dict[tuple, Any], key: tuple, value: Any) -> None:
     memo[key] = value
 
 
-def _launch(launcher, device_index: int, names, tensors) -> None:  # type: ignore[no-untyped-def]
+def _launch(launch, device_index: int, names, tensors) -> None:  # type: ignore[no-untyped-def]
     if device_index < 0:
-        launcher(**dict(zip(names, tensors, strict=True)))
+        launch(dict(zip(names, tensors, strict=False)))
         return
-    pointers = [0 if t is None else t.data_ptr() for t in tensors]
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
     if torch._C._cuda_getDevice() == device_index:
-        launcher(ops._current_stream(device_index), *pointers)
+        launch(ops._current_stream(device_index), addresses)
     else:
         with torch.cuda.device(device_index):
-            launcher(ops._current_stream(device_index), *pointers)
+            launch(ops._current_stream(device_index), addresses)
 
 
 def run_schedule(seqlens: Tensor, num_heads_q: int, seqlen_q: int) -> Tensor:
@@ -266,8 +265,11 @@ def run_schedule(seqlens: Tensor, num_heads_q: int, seqlen_q: int) -> Tensor:
     key = (seqlens.shape[0], num_heads_q, seqlen_q, device_index)
     found = _memo.schedules.get(key)
     if found is None or found[0] != registry.generation:
-        kernel, values = _schedule_kernel(seqlens.device, *key[:3])
-        found = registry.generation, _rows_shape(values), kernel.launcher(values) if key[0] else None
+        kernel = _schedule_kernel(seqlens.device)
+        program = program_of(kernel.plan, QuerySizes(key[0], seqlen_q, num_heads_q), kernel.num_sms)
+        names = ("seqlens", "schedule")
+        found = registry.generation, program.buffer("schedule").shape, (
+            bind(program.given({"schedule"}), {"schedule": kernel}, names, seqlens.device) if key[0] else None)
         if device_index >= 0:
             _remember(_memo.schedules, key, found)
     rows = seqlens.new_empty(found[1])
@@ -276,15 +278,8 @@ def run_schedule(seqlens: Tensor, num_heads_q: int, seqlen_q: int) -> Tensor:
     return rows
 
 
-def _schedule_kernel(device: torch.device, batch: int, num_heads_q: int,
-                     seqlen_q: int) -> tuple[Kernel | EmulatedKernel, dict[str, Any]]:
-    kernel = _kernel(Wanted("bf16", 576, 512, False, False, "paged", True, pass_="schedule", page_size=64), device)
-    return kernel, schedule_values(kernel.plan, num_sms=kernel.num_sms, batch=batch, seqlen_q=seqlen_q,
-                                   num_heads_q=num_heads_q)
-
-
-def _rows_shape(values: dict[str, Any]) -> tuple[int, int]:
-    return values["blocks"], values["schedule_words"] // values["blocks"]
+def _schedule_kernel(device: torch.device) -> Kernel | EmulatedKernel:
+    return _kernel(Wanted("bf16", 576, 512, False, False, "paged", True, pass_="schedule", page_size=64), device)
 
 
 def _kernel(wanted: Wanted, device: torch.device) -> Kernel | EmulatedKernel:
@@ -326,23 +321,15 @@ def _prepare(  # type: ignore[no-untyped-def]
     if any(copies):
         logger().log(CHATTER, "copied first, since kernels cannot read them as they lie: %s",
                      ", ".join(name for name, copy in zip(("q", "page_table"), copies, strict=True) if copy))
-    call = dict(num_sms=kernel.num_sms, batch=batch, seqlen_q=seqlen_q, num_heads_q=num_heads_q, seqlen_kv=kv.shape[1],
-                num_pages=kv.shape[0], page_size=page_size, max_pages=max_pages, softmax_scale=scale, causal=causal,
-                strides=_strides(q, kv, copies[0]), lse_counts_sink=counts_sink)
-    values = mla_values(kernel.plan, **call)  # type: ignore[arg-type]
+    sizes = DecodeSizes(QuerySizes(batch, seqlen_q, num_heads_q), kv.shape[0], page_size, max_pages,
+                        _strides(q, kv, copies[0]), scale, causal, counts_sink)
+    kernels = {"decode": kernel, "schedule": _schedule_kernel(q.device)}
+    program = program_of(kernel.plan, sizes, kernel.num_sms, kernels["schedule"].plan)
     if rows is not None:
-        raise_first(wrong_rows(rows, q, _rows_shape(_schedule_kernel(q.device, batch, num_heads_q, seqlen_q)[1])))
-    return _Call(registry.generation, copies, out_shape, lse_shape, _launcher(kernel, values, q.device), spans)
-
-
-def _launcher(kernel: Kernel | EmulatedKernel, values: dict[str, Any],
-              device: torch.device) -> CountingLauncher | EmulatedLauncher:
-    launcher = kernel.launcher(values)
-    if not isinstance(launcher, Launcher):
-        return launcher
-    assert pointer_names(kernel.plan)[:len(POINTERS)] == POINTERS
-    return CountingLauncher(launcher, counters_of(device.index, values["counter_words"]), values["partials_floats"],
-                            device)
+        raise_first(wrong_rows(rows, q, program.buffer("schedule").shape))
+        program = program.given({"schedule"})
+    launch = bind(program, kernels, TENSORS[:7 + (rows is not None)], q.device)
+    return _Call(registry.generation, copies, out_shape, lse_shape, launch, spans)
 
 
 def _flat_rows(q: Tensor) -> bool:
@@ -357,10 +344,12 @@ def _strides(q: Tensor, kv: Tensor, copied: bool) -> dict[str, int]:
     (batch, tokens, heads, head_dim), (pages, page_size) = q.shape, kv.shape[:2]
     row = head_dim if copied or tokens == heads == 1 else q.stride(1 if heads == 1 else 2)
     kv_row = head_dim if page_size == 1 else kv.stride(1)
-    return {"q_batch_stride": tokens * heads * row if copied or batch == 1 else q.stride(0), "q_row_stride": row,
-            "kv_page_stride": page_size * kv_row if pages == 1 else kv.stride(0), "kv_row_stride": kv_row}
+    return {"q_outer_stride": tokens * heads * row if copied or batch == 1 else q.stride(0), "q_row_stride": row,
+            "kv_outer_stride": page_size * kv_row if pages == 1 else kv.stride(0), "kv_row_stride": kv_row}
 
 
 def fake_schedule(seqlens: Tensor, num_heads_q: int, seqlen_q: int) -> Tensor:
     """As run_schedule, for tensors without elements."""
-    return seqlens.new_empty(_rows_shape(_schedule_kernel(seqlens.device, seqlens.shape[0], num_heads_q, seqlen_q)[1]))
+    kernel = _schedule_kernel(seqlens.device)
+    program = program_of(kernel.plan, QuerySizes(seqlens.shape[0], seqlen_q, num_heads_q), kernel.num_sms)
+    return seqlens.new_empty(program.buffer("schedule").shape)

@@ -124,7 +124,7 @@ def wrong_schedule(schedule: MlaSchedule, q: Tensor) -> Iterator[UnsupportedErro
                                next="flashgen.mla_schedule(seqlens_kv, num_heads_q, seqlen_q)")
 
 
-def wrong_rows(rows: Tensor, q: Tensor, shape: tuple[int, int]) -> Iterator[UnsupportedError]:
+def wrong_rows(rows: Tensor, q: Tensor, shape: tuple[int, ...]) -> Iterator[UnsupportedError]:
     if rows.dtype != torch.int32 or rows.shape != shape or rows.device != q.device or not rows.is_contiguous():
         yield UnsupportedError(f"schedule holds {rows.dtype} {tuple(rows.shape)} on {rows.device}", where="schedule",
                                allowed=f"int32 {shape} on {q.device}: what flashgen.mla_schedule makes for this device")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.smem import round_up
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 from flashgen.errors import UnsupportedError
@@ -87,7 +88,7 @@ class Parts(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a dense call, or of one that stands for another; the arguments of values.launch_values that count here."""
+    """Of a dense call, or of one that stands for another: the sizes that count here, as the key of a memo."""
 
     batch: int
     seqlen_q: int
@@ -98,8 +99,8 @@ class Shape(NamedTuple):
     window: tuple[int, int] = (-1, -1)
 
     @classmethod
-    def of(cls, call: Mapping[str, Any]) -> Shape:
-        return cls(**{name: call[name] for name in cls._fields if name in call})
+    def of(cls, sizes: Sizes) -> Shape:
+        return cls(*(getattr(sizes, name) for name in cls._fields))
 
 
 class Grid(NamedTuple):
@@ -182,7 +183,7 @@ class Grid(NamedTuple):
         return split_tail(self.tiles, self.tail(), self.num_sms, self.part_bytes, self.cut)
 
 
-def cut_launch(cut: Cutting, num_sms: int, *, splits: bool, fixed: bool = False, **call: Any
+def cut_launch(cut: Cutting, num_sms: int, shape: Shape, *, splits: bool, fixed: bool = False
                ) -> tuple[Cutting, Parts]:
     """(`cut` with the rows that the query tiles of a call have, how the last of them are cut along their keys).
     `fixed`: whatever the call, as many as the kernel has.
@@ -190,7 +191,6 @@ def cut_launch(cut: Cutting, num_sms: int, *, splits: bool, fixed: bool = False,
     Fewer rows are more tiles, which fill the SMs where tall ones would leave some idle; but each tile reads all the
     keys, and a single warpgroup hides nothing.
     """
-    shape = Shape.of(call)
     tallest = Grid.of(cut, num_sms, shape)
     if fixed or tallest.rounds > MANY_ROUNDS:
         return cut, tallest.cut_tail()[0] if splits else Parts.none(tallest.tiles)
@@ -208,23 +208,22 @@ def _cheapest(cut: Cutting, num_sms: int, splits: bool, shape: Shape) -> tuple[C
     return min(choices, key=lambda choice: choice[2])
 
 
-def best_twin(cuts: tuple[Cutting, Cutting, Cutting], num_sms: int, **call: Any) -> tuple[bool, bool | None]:
+def best_twin(cuts: tuple[Cutting, Cutting, Cutting], num_sms: int, shape: Shape) -> tuple[bool, bool | None]:
     """Whether a dense call had better be served by a kernel that can cut its last tiles, because it does or because its
     key tiles are wide, and by one that packs the query heads of a kv head into its tiles; None where none can. `cuts`:
-    of the three KINDS of the tile table. Other arguments as values.launch_values takes them.
+    of the three KINDS of the tile table.
 
     Packing must spare rows that are multiplied for nothing, and not have keys read more often. Long sequences have as
     many rows packed or not, and unpacked ones are stored faster.
     """
-    seqlen_q, group = call["seqlen_q"], call["num_heads_q"] // call["num_heads_kv"]
+    group = shape.num_heads_q // shape.num_heads_kv
     packs = None
     if group <= WARPGROUP_ROWS:
-        packs = (-(-seqlen_q // (WARPGROUP_ROWS // group))
-                 <= PACKING_GAIN * group * -(-seqlen_q // WARPGROUP_ROWS))
+        packs = (-(-shape.seqlen_q // (WARPGROUP_ROWS // group))
+                 <= PACKING_GAIN * group * -(-shape.seqlen_q // WARPGROUP_ROWS))
     whole, cut, _ = cuts
     if packs:
         return True, packs  # all that pack can cut
-    shape = Shape.of(call)
     if Grid.of(whole, num_sms, shape).rounds > MANY_ROUNDS:
         wide = cut.keys >= WIDE_TILE and shape.seqlen_kv >= WIDE_KEYS
         return wide or Grid.of(cut, num_sms, shape).cut_tail()[0].max_parts > 1, packs

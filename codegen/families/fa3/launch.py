@@ -1,0 +1,73 @@
+"""How a call of fa3 is launched: at most one block per SM, each of which takes query tiles until none is left."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.families.fa3.split import Cutting, Parts, Shape, cut_launch, sections
+from flashgen.codegen.families.shared.launch import Sizes, is_varlen, splits_keys, tiled_values
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.program import Buffer, Program, Step
+from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
+
+
+def launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int) -> Program:
+    """The program of a forward call on `num_sms` SMs."""
+    plan = plans["fwd"]
+    tallest = cutting_of(plan)
+    cut, parts = cut_launch(tallest, num_sms, _shape(plan, sizes), splits=splits_keys(plan),
+                            fixed=bool(dict(plan.spec).get("batch_invariant")))
+    values: dict[str, Any] = tiled_values(plan, cut.rows, sizes)
+    rows, group_rows = sizes.seqlen_q, WARPGROUP_ROWS  # of a sequence and head; of a warpgroup
+    if cut.packed:
+        group = values["heads_per_kv_head"]
+        values["m_tiles"] = -(-sizes.seqlen_q // cut.queries(group))
+        values["num_tiles"] = values["m_tiles"] * sizes.num_heads_kv * sizes.batch
+        values["group_queries"] = WARPGROUP_ROWS // group
+        rows, group_rows = rows * group, values["group_queries"] * group
+    tiles, heads = values["num_tiles"], sizes.num_heads_q * sizes.batch
+    if is_varlen(plan):
+        parts, heads = Parts.none(tiles), sizes.num_heads_q
+    values |= {
+        **sections(cut, num_sms, heads, values["m_tiles"], sizes.seqlen_kv, values["heads_per_kv_head"]),
+        **parts._asdict(),
+        "warpgroups": cut.warpgroups, "block_rows": cut.rows,
+        "turn_threads": WARPGROUP_THREADS * min(cut.warpgroups, 2),
+        "part_slabs": min(rows // group_rows * WARPGROUP_WARPS + -(-(rows % group_rows) // WARP_ROWS),
+                          cut.rows // WARP_ROWS),
+    }
+    threads = plan.launch.threads - WARPGROUP_THREADS * (tallest.warpgroups - cut.warpgroups)
+    shares = parts.max_parts > 1  # then blocks wait for each other's parts
+    return Program((Step("fwd", min(num_sms, parts.num_units), threads, values, cooperative=shares),),
+                   _buffers(plan, num_sms, (tiles - parts.full_tiles) * parts.max_parts if shares else 0))
+
+
+def _buffers(plan: Plan, num_sms: int, num_parts: int) -> tuple[Buffer, ...]:
+    counters = Buffer("counters", "i32", (counter_words(num_sms),), "counters")
+    if not splits_keys(plan):
+        return (counters,)
+    return counters, Buffer("partials", "f32", (num_parts, plan.constant("PARTIAL_FLOATS")))
+
+
+def counter_words(num_sms: int) -> int:
+    """int32 words of the array `counters`."""
+    return 3 + num_sms  # tickets, blocks that draw none, blocks that wait no more; arrivals at each split tile
+
+
+def cutting_of(plan: Plan) -> Cutting:
+    """What of a plan decides how its tiles are cut and ordered."""
+    fields: dict[str, Any] = dict(plan.spec)
+    return Cutting(plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), fields.get("causal", False),
+                   fields.get("pack_gqa", False), fields["head_dim_qk"], fields["head_dim_v"],
+                   DTYPES[fields["dtype"]].bytes, walked=("walked", True) in plan.flags)
+
+
+def _shape(plan: Plan, sizes: Sizes) -> Shape:
+    """Of a varlen call, the shape of a dense one with as many rows in sequences of equal lengths: the host knows no
+    more of them."""
+    shape = Shape.of(sizes)
+    if not is_varlen(plan):
+        return shape
+    batch = max(shape.batch, 1)
+    return shape._replace(seqlen_q=-(-shape.seqlen_q // batch), seqlen_kv=-(-shape.seqlen_kv // batch))
