@@ -69,5 +69,10 @@ class Family:
     def __post_init__(self) -> None:
         assert self.feature in FEATURES and self.passes, self.name
 
-    def pass_named(self, name: str) -> Pass | None:
-        return next((found for found in self.passes if found.name == name), None)
+    @property
+    def by_op(self) -> dict[str, Pass]:
+        return {found.op: found for found in self.passes}
+
+    @property
+    def by_name(self) -> dict[str, Pass]:
+        return {found.name: found for found in self.passes}

@@ -29,7 +29,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr.parse import MAX_TEXT
 from flashgen.codegen.expr.tree import DIMS, SCOPE_NAMES
 from flashgen.codegen.families.family import Option
-from flashgen.codegen.families.registry import FAMILIES, implied_family, passes
+from flashgen.codegen.families.registry import FAMILIES, implied_family, pass_of, passes
 from flashgen.codegen.spec import expressions as spec_expr
 from flashgen.codegen.spec import rules as spec_rules
 from flashgen.codegen.spec.show import Trap, show
@@ -153,8 +153,7 @@ class Common(_Frozen):
     def variant(self) -> str:
         """The kernel's name without its target: a C identifier, and different for every difference but arch."""
         dims = f"d{self.head_dim_qk}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else "")
-        found = FAMILIES[self.family].pass_named(self.pass_)
-        if found is not None and found.one_variant:
+        if pass_of(self).one_variant:
             return f"{self.name}_{self.pass_}"
         parts: list[tuple[object, str]] = [
             (True, f"{self.name}_{self.dtype}_{dims}"),

@@ -112,6 +112,7 @@ RULES = (
     Rule(f"`tile.m` is {WARPGROUP_ROWS} for each mma warpgroup: {_words(_TILE_ROWS)}.", _tile),
     Rule("`schedule: pingpong` needs two mma warpgroups or more.", _turns),
     Rule("`split: true` excludes `batch_invariant: true`, `window: true` and `kv_layout: varlen`, which split "
-         "nothing. `pack_gqa: true` excludes `window: true` and `kv_layout: varlen`.", _beside),
+         "nothing.", _beside),
+    Rule("`pack_gqa: true` excludes `window: true` and `kv_layout: varlen`.", _beside),
     Rule("`split: true` and `pack_gqa: true` exclude `score`, `mask`, `sink` and `normalize`.", _plain),
 )
