@@ -31,6 +31,7 @@ class Trait(NamedTuple):
     """An option that decides which calls a kernel serves, or serves well."""
 
     option: str
+    unasked: Any                               # what a call had better have that does not say
     serving: Callable[[Any], tuple[Any, ...]]  # from what a call had better have to what serves it, the best first
 
 

@@ -161,7 +161,7 @@ class Registry:
                     for tile, kind in zip(tiles, table.kinds, strict=True) if tile is not None]
             if len(cuts) == len(table.kinds):
                 splits, packs = best_twin((cuts[0], cuts[1], cuts[2]), self.num_sms(device_index), **call)
-                return replace(wanted, split=splits, pack_gqa=packs)
+                return replace(wanted, traits=(("split", splits), ("pack_gqa", packs)))
         return wanted
 
     def _has_twins(self, handle: str) -> bool:
@@ -247,12 +247,12 @@ def _reads(family: Family, wanted: Wanted) -> bool:
 
 
 def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> Spec:
-    """The variant of a named spec that serves the call, of the fastest family and for the closest target."""
-    by_selector = [(selector(spec.fields(), spec.arch)._replace(score="none"), spec) for spec in variants]
+    """The variant of a named spec that serves the call best, of the fastest family and for the closest target."""
+    by_selector: dict[Selector, list[Spec]] = {}
+    for spec in variants:
+        by_selector.setdefault(selector(spec.fields(), spec.arch)._replace(score="none"), []).append(spec)
     found = [spec for family in fastest_first(wanted.op) for arch in archs
-             for choices in [set(serving(wanted, arch, family))] for chosen, spec in by_selector
-             if chosen in choices]
-    found.sort(key=lambda spec: spec.page_size != wanted.page_size)  # stable
+             for choice in serving(wanted, arch, family) for spec in by_selector.get(choice, ())]
     for spec in found:
         if _reads(FAMILIES[spec.family], wanted):
             return spec

@@ -21,7 +21,7 @@ EXTRA = ("mask", "params", "align", "sink", "normalize")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a call asks of its kernel. `spec` is "" or a handle. Those from `split` on are traits of families."""
+    """What a call asks of its kernel. `spec` is "" or a handle."""
 
     dtype: str
     head_dim_qk: int
@@ -32,10 +32,8 @@ class Wanted:
     lse: bool
     spec: str = ""
     tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
-    split: bool = False       # whether blocks had better share the keys of the last tiles: Registry.for_sizes
-    pack_gqa: bool | None = False  # whether query heads had better share query tiles; None: they cannot
-    op: str = "attention"     # what the call asks for, as passes of families answer it
-    page_size: int | None = None  # as a spec has it: 64 where pages can be copied as boxes
+    op: str = "attention"     # of families' passes
+    traits: tuple[tuple[str, Any], ...] = ()  # what options of families had better be, where the call says so
 
 
 class Selector(NamedTuple):
@@ -79,7 +77,7 @@ def serving(wanted: Wanted, arch: str, family: Family) -> Iterator[Selector]:
         "arch": arch, "family": family.name, "pass_": family.by_op[wanted.op].name, "dtype": wanted.dtype,
         "score": "none", "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v,
         "kv_layout": wanted.kv_layout}
-    own = [[(trait.option, value) for value in trait.serving(getattr(wanted, trait.option))]
+    own = [[(trait.option, value) for value in trait.serving(dict(wanted.traits).get(trait.option, trait.unasked))]
            for trait in family.traits]
     for values in itertools.product(*(preference.serving(wanted) for preference in PREFERENCES)):
         for preference, value in zip(PREFERENCES, values, strict=True):

@@ -185,6 +185,19 @@ def test_a_named_file_with_both_families(registry: Registry) -> None:
     assert served(registry, wanted(spec="both", tensor_maps=False)) == ("x_bf16_d128.sm_90", "compiled")
 
 
+def test_of_a_named_file_the_variant_that_the_call_had_better_have(registry: Registry) -> None:
+    """Whatever the order in the file."""
+    kinds: list[dict[str, bool]] = [{"lse": False}, {"pack_gqa": True, "split": True}, {"split": True}, {},
+                                    {"batch_invariant": True}]
+    for named in (kinds, kinds[::-1]):
+        registry._opened["all"] = tuple(spec("fa3", **kind) for kind in named)
+        for traits, end in (((), ""), ((("split", True),), "_split"),
+                            ((("split", True), ("pack_gqa", True)), "_split_packed"), ((("pack_gqa", None),), "")):
+            registry._kernels.clear()
+            call = wanted(spec="all", traits=traits)
+            assert served(registry, call) == (f"fa3_fwd_bf16_d128{end}.sm_90a", "compiled")
+
+
 @pytest.mark.parametrize("sizes, variant", [
     ((1, 2112, 4000, 12, 12), "fa3_fwd_bf16_d128"),           # a tile for each SM
     ((1, 300, 4000, 2, 2), "fa3_fwd_bf16_d128_split"),        # few
@@ -224,7 +237,7 @@ def test_variants_with_expressions_have_no_twins(changes: dict[str, Any]) -> Non
         asked = wanted(spec=handle_of(given))
         assert registry.for_sizes(asked, EMULATED, call) == asked
     registry._opened["both"] = (spec("fa3"), spec("fa3", **changes))
-    assert registry.for_sizes(wanted(spec="both"), EMULATED, call).pack_gqa
+    assert dict(registry.for_sizes(wanted(spec="both"), EMULATED, call).traits)["pack_gqa"]
 
 
 # ---- what a call says of its tensors

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 # A kernel that packs query heads serves calls that had better not be packed, and the reverse, but for calls whose heads
 # no tile holds (None). Likewise with those that split.
 TRAITS = (
-    Trait("pack_gqa", lambda wanted: (False,) if wanted is None else (wanted, not wanted)),
-    Trait("split", lambda wanted: (wanted, not wanted)),
+    Trait("pack_gqa", False, lambda wanted: (False,) if wanted is None else (wanted, not wanted)),
+    Trait("split", False, lambda wanted: (wanted, not wanted)),
 )
 
 _MMA_WARPS = tuple(WARPGROUP_WARPS * count for count in range(1, MAX_WARPGROUPS + 1))
