@@ -8,7 +8,6 @@ from flashgen.codegen.families.fa2.family import FA2
 from flashgen.codegen.families.fa3.family import FA3
 from flashgen.codegen.families.family import Family, Pass
 from flashgen.codegen.families.flashmla.family import FLASHMLA
-from flashgen.codegen.families.shared.tiles import Row
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.target import TARGETS, Target
 
@@ -52,13 +51,6 @@ def implied_family(name: str) -> str:
 
 def targets_of(family: str) -> list[str]:
     return [name for name, target in TARGETS.items() if FAMILIES[family].feature in target.features]
-
-
-def find_tile(family: str, target: str, mask: str, head_dim_qk: int, head_dim_v: int, kind: str = "whole"
-              ) -> Row | None:
-    """As TileTable.find, of the family's table; None where it has none."""
-    tiles = FAMILIES[family].tiles
-    return tiles.find(target, mask, head_dim_qk, head_dim_v, kind) if tiles else None
 
 
 def lower(spec: Spec, target: Target | None = None) -> Plan:

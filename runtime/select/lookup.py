@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr.tree import Param
 from flashgen.codegen.families.family import Family
-from flashgen.codegen.families.registry import FAMILIES, fastest_first, find_tile
+from flashgen.codegen.families.registry import FAMILIES, fastest_first
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec.expressions import SINK
@@ -308,7 +308,7 @@ def _variant(family: Family, wanted: Wanted, archs: list[str]) -> Spec | str:
     if not fitting:
         return f"its shipped specs do not list {_asked(wanted)}"
     for spec in fitting:
-        if find_tile(family.name, spec.arch, mask_choice(spec.causal, spec.window), *dims.values()) is not None:
+        if family.tiles and family.tiles.find(spec.arch, mask_choice(spec.causal, spec.window), *dims.values()):
             # What the model overrides, it overrides for its own head dims.
             return spec.with_(**{row.attribute: row.default for row in rows() if row.override}, **dims)
     return f"it has no tile for head dims {tuple(dims.values())}"

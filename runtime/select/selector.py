@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 from flashgen.codegen.families.family import Family
 from flashgen.codegen.families.registry import FAMILIES
 from flashgen.codegen.plan import Plan
+from flashgen.codegen.spec.rule import EXTRA
 from flashgen.files import Arch, Name
-
-# Spec fields that only variants which they change have (fields.EXTRA; bundles are read without the generator).
-EXTRA = ("mask", "params", "align", "sink", "normalize")
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,8 @@ def selector(fields: Iterable[tuple[str, object]], arch: str) -> Selector:
     values: dict[str, Any] = dict(fields)
     changes = [f"{name}: {values[name]}" for name in EXTRA if name in values]
     if changes:
-        values["score"] = "; ".join([values["score"], *changes])
-    family = FAMILIES.get(values["family"])
+        values["score"] = "; ".join([str(values["score"]), *changes])
+    family = FAMILIES.get(str(values["family"]))
     traits = tuple((trait.option, values[trait.option]) for trait in family.traits) if family else ()
     common = {name: values[name.rstrip("_")] for name in Selector._fields if name not in ("arch", "traits")}
     return Selector(**common, arch=arch, traits=traits)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from flashgen.codegen.families.flashmla.options import SCHEDULE
 from flashgen.codegen.families.registry import FAMILIES
 from flashgen.codegen.spec import fields as spec_fields
+from flashgen.codegen.spec.rule import EXTRA
 from flashgen.codegen.spec.rules import RULES
 from flashgen.codegen.spec.spec import (
     Spec,
@@ -263,7 +264,7 @@ def test_specs_hash_pickle_and_survive_json(values):
     names = [name for name, _ in one.fields()]
     rows = [row for row in spec_fields.rows() if row.name != "arch"]
     assert names == [row.name for row in rows if row.name in names]
-    assert {row.name for row in rows} - set(names) <= set(spec_fields.EXTRA)
+    assert {row.name for row in rows} - set(names) <= set(EXTRA)
     assert Spec.model_validate_json(one.model_dump_json(by_alias=True)) == one
 
 
