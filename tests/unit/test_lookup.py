@@ -263,7 +263,8 @@ def test_calls_say_whether_maps_fit(make: Callable[[torch.Tensor], torch.Tensor]
     q = torch.randn(2, 16, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(Asked):
         flashgen.attention(q, make(q), make(q))
-    assert asked[0].tensor_maps is fit and [family.name for family in fastest_first("attention")] == ["fa3", "fa2"]
+    names = [family.name for family in fastest_first("attention")]
+    assert asked[0].tensor_maps is fit and names.index("fa3") < names.index("fa2")
 
 
 def test_a_fork_has_a_new_lock_and_no_kernel_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:  # B119
