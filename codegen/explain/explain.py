@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from flashgen.codegen.families.registry import FAMILIES, lower, passes
+from flashgen.codegen.families.registry import FAMILIES, lower, pass_of, passes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
 from flashgen.codegen.target import Target
@@ -43,8 +43,8 @@ def explain(spec: Spec | str | os.PathLike[str], *, registers: int | None = None
 def explain_plan(plan: Plan, spec: Spec, *, registers: int | None = None, variants: int = 1, **problem: Any
                  ) -> Explanation:
     """`explain` for a plan that is there already, made from `spec`."""
-    found = FAMILIES[spec.family].pass_named(spec.pass_)
-    if found is None or found.explain is None:
+    found = pass_of(spec)
+    if found.explain is None:
         counted = [name for name, each in passes().items() if each.explain]
         raise UnsupportedError(f"{spec.variant} is of pass {spec.pass_}, whose work is not counted here",
                                where="explain", allowed=f"passes {' and '.join(counted)}",

@@ -31,6 +31,7 @@ class Trait(NamedTuple):
     """An option that decides which calls a kernel serves, or serves well."""
 
     option: str
+    unasked: Any                               # what a call had better have that does not say
     serving: Callable[[Any], tuple[Any, ...]]  # from what a call had better have to what serves it, the best first
 
 
@@ -69,5 +70,10 @@ class Family:
     def __post_init__(self) -> None:
         assert self.feature in FEATURES and self.passes, self.name
 
-    def pass_named(self, name: str) -> Pass | None:
-        return next((found for found in self.passes if found.name == name), None)
+    @property
+    def by_op(self) -> dict[str, Pass]:
+        return {found.op: found for found in self.passes}
+
+    @property
+    def by_name(self) -> dict[str, Pass]:
+        return {found.name: found for found in self.passes}

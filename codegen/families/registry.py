@@ -8,10 +8,8 @@ from flashgen.codegen.families.fa2.family import FA2
 from flashgen.codegen.families.fa3.family import FA3
 from flashgen.codegen.families.family import Family, Pass
 from flashgen.codegen.families.flashmla.family import FLASHMLA
-from flashgen.codegen.families.shared.tiles import Row
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.target import TARGETS, Target
-from flashgen.errors import PlanError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
@@ -20,9 +18,9 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (FA2, FA3, FLAS
 DEFAULT = next(family.name for family in FAMILIES.values() if family.default)
 
 
-def fastest_first(pass_: str, *, emulated: bool = False) -> tuple[Family, ...]:
-    """The families that have the pass; `emulated`: those that serve CPU tensors unasked."""
-    found = (family for family in FAMILIES.values() if family.pass_named(pass_) and (family.emulated or not emulated))
+def fastest_first(op: str, *, emulated: bool = False) -> tuple[Family, ...]:
+    """The families that answer an operation; `emulated`: of those, the ones that serve CPU tensors unasked."""
+    found = (family for family in FAMILIES.values() if op in family.by_op and (family.emulated or not emulated))
     return tuple(sorted(found, key=lambda family: family.rank))
 
 
@@ -35,16 +33,14 @@ def passes() -> dict[str, Pass]:
     return found
 
 
+def pass_of(one: Any) -> Pass:
+    """The pass of a Spec or a Plan."""
+    return FAMILIES[one.family].by_name[one.pass_]
+
+
 def op_of(one: Any) -> str:
     """The operation that a Spec or a Plan answers."""
-    found = FAMILIES[one.family].pass_named(one.pass_)
-    assert found is not None, one
-    return found.op
-
-
-def families_of(op: str) -> list[str]:
-    """Names of those that answer an operation."""
-    return [family.name for family in FAMILIES.values() if any(found.op == op for found in family.passes)]
+    return pass_of(one).op
 
 
 def implied_family(name: str) -> str:
@@ -57,21 +53,9 @@ def targets_of(family: str) -> list[str]:
     return [name for name, target in TARGETS.items() if FAMILIES[family].feature in target.features]
 
 
-def find_tile(family: str, target: str, mask: str, head_dim_qk: int, head_dim_v: int, kind: str = "whole"
-              ) -> Row | None:
-    """As TileTable.find, of the family's table; None where it has none."""
-    tiles = FAMILIES[family].tiles
-    return tiles.find(target, mask, head_dim_qk, head_dim_v, kind) if tiles else None
-
-
 def lower(spec: Spec, target: Target | None = None) -> Plan:
     """The verified plan of one variant. Raises PlanError where it cannot fit `target` (by default the spec's arch)."""
     target = target or TARGETS[spec.arch]
-    found = FAMILIES[spec.family].pass_named(spec.pass_)
-    if found is None:
-        raise PlanError(f"no lowering for family {spec.family}, pass {spec.pass_}", where=spec.variant,
-                        allowed=", ".join(f"{family.name}/{each.name}" for family in FAMILIES.values()
-                                          for each in family.passes))
-    plan = found.lower(spec, target)
+    plan: Plan = pass_of(spec).lower(spec, target)
     plans.verify(plan, target)
     return plan

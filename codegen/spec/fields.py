@@ -29,9 +29,10 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr.parse import MAX_TEXT
 from flashgen.codegen.expr.tree import DIMS, SCOPE_NAMES
 from flashgen.codegen.families.family import Option
-from flashgen.codegen.families.registry import FAMILIES, implied_family, passes
+from flashgen.codegen.families.registry import FAMILIES, implied_family, pass_of, passes
 from flashgen.codegen.spec import expressions as spec_expr
 from flashgen.codegen.spec import rules as spec_rules
+from flashgen.codegen.spec.rule import EXTRA
 from flashgen.codegen.spec.show import Trap, show
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import SpecError, together
@@ -48,7 +49,6 @@ else:
     PassName = Literal[tuple(passes())]
 
 MAX_HEAD_DIM = 576  # of any family; most stop earlier
-EXTRA = ("mask", "params", "align", "sink", "normalize")  # absent from Spec.fields() at their defaults
 NAME_PATTERN = r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$"  # no double underscore: C++ reserves those
 
 
@@ -73,7 +73,10 @@ class Roles(_Frozen):
 
 
 class Common(_Frozen):
-    """The fields that all families have, though some take one value of them."""
+    """One variant for one target: the fields that all families have, though some take one value of them.
+
+    Every way to make one raises SpecError, and nothing else, on a bad value.
+    """
 
     name: Annotated[str, _row("first part of the kernels' names", pattern=NAME_PATTERN, max_length=64)]
     family: Annotated[FamilyName, _row("algorithm, a folder of codegen/families")]
@@ -139,12 +142,13 @@ class Common(_Frozen):
     def _of_another_family(self) -> SpecError | None:
         for row in rows():
             value, unset = getattr(self, row.attribute), show(row.default)
+            owners = f"[{row.families}]" if "," in row.families else row.families
             if row.families and self.family not in row.families.split(", ") and value != row.default:
                 return SpecError(
                     f"{row.name} is {show(value)} with family {self.family}, which has no such field",
                     where=f"Spec.{row.name}", allowed=f"{unset}; {row.name} is a field of {row.families}",
                     nearest=unset,
-                    next=f"where family is a list, set it in overrides: `when: {{family: {row.families}}}`"
+                    next=f"where family is a list, set it in overrides: `when: {{family: {owners}}}`"
                     if row.override else "when both are lists, add "
                     f"`- {{family: {self.family}, {row.name}: {show(value)}}}` to exclude")
         return None
@@ -153,12 +157,12 @@ class Common(_Frozen):
     def variant(self) -> str:
         """The kernel's name without its target: a C identifier, and different for every difference but arch."""
         dims = f"d{self.head_dim_qk}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else "")
-        found = FAMILIES[self.family].pass_named(self.pass_)
-        if found is not None and found.one_variant:
+        if pass_of(self).one_variant:
             return f"{self.name}_{self.pass_}"
         parts: list[tuple[object, str]] = [
             (True, f"{self.name}_{self.dtype}_{dims}"),
             (self.family != implied_family(self.name), self.family),
+            (pass_of(self) != FAMILIES[self.family].passes[0], self.pass_),
             (self.causal, "causal"),
             (self.window, "window"),
             (self.kv_layout != "dense", self.kv_layout + "".join(self._short("kv_layout"))),
@@ -228,10 +232,9 @@ def _with_options() -> type[Common]:
 
 if TYPE_CHECKING:
     class Spec(Common):
-        """One variant for one target. Every way to make one raises SpecError, and nothing else, on a bad value."""
+        """Common with the options of all families, whose types the class Spec of a family's options.py knows."""
 
-        def __getattr__(self, name: str) -> Any:
-            """Options of any family; the class Spec of a family's options.py knows their types."""
+        def __getattr__(self, name: str) -> Any: ...
 else:
     Spec = _with_options()
 

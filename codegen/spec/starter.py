@@ -6,7 +6,7 @@ import re
 
 from flashgen.codegen.expr.params import MAX_NAME
 from flashgen.codegen.expr.tree import SCOPE_NAMES
-from flashgen.codegen.families.registry import FAMILIES, families_of, op_of
+from flashgen.codegen.families.registry import FAMILIES, fastest_first, op_of
 from flashgen.codegen.spec.expressions import NONE, plain_params
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
 from flashgen.errors import SpecError
@@ -30,7 +30,7 @@ def starter(name: str, base: str) -> str:
     family = FAMILIES[spec.family]
     if op_of(spec) != "attention":
         raise SpecError(f"{base} is of family {spec.family}, which has no expressions", where="--from",
-                        allowed=f"specs of {' and '.join(families_of('attention'))}")
+                        allowed="specs of " + " and ".join(sorted(found.name for found in fastest_first("attention"))))
     has_own = bool(spec.expressions) or spec.sink != NONE
     return _TEXT.format(
         name=name, base=spec.name, family=spec.family, about=family.cards,

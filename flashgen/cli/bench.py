@@ -27,7 +27,7 @@ def bench(specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC...]",
               "Spec files, or names of shipped ones; none for a grid that lists variants."))] = None,
           arch: Archs = None, variant: Variants = None,
           peers: Annotated[str, typer.Option("--peers", metavar="NAMES", help=(
-              "Comma-separated; '' for none. By default those of attention, flashmla for decodes."))] = ALL_PEERS,
+              "Comma-separated; '' for none. By default all that know the operation."))] = ALL_PEERS,
           problem_grid: Annotated[str | None, typer.Option("--problem-grid", metavar="GRID", help=(
               "A YAML file, or text such as '{batch: 2, num_heads_q: 16, head_dim_qk: 128, seqlen_q: [2048, 8192]}'; "
               "by default benchmarks/grids/<family>_<pass>.yaml of the first spec."))] = None,
@@ -43,13 +43,14 @@ def bench(specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC...]",
     """Time kernels against peers on this machine's GPU; write JSON and a picture below DIR/<gpu>.
 
     Decodes are timed beside FlashMLA, and compared with the marks in benchmarks/marks."""
+    from flashgen.codegen.families.registry import op_of
     from flashgen.runtime.launch.driver import need_device
     from flashgen.runtime.ops.mla_decode.bench import PEERS as MLA_PEERS
 
     if not specs:
         return _bench_variants(problem_grid, peers, timer, out, rounds=rounds, given_commit=given_commit)
     chosen = select(specs, arch, variant)
-    decodes = chosen[0].family == "flashmla"
+    decodes = op_of(chosen[0]) != "attention"
     names = _names(peers, tuple(MLA_PEERS) if decodes else ALL_PEERS.split(","))
     need_device(*PURPOSE)
     with loading_torch():
@@ -63,6 +64,7 @@ def bench(specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC...]",
 
 def _bench_mla(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | None, out: Path, **options: Any
                ) -> Output:
+    from flashgen.codegen.families.registry import passes
     from flashgen.runtime.measure.bench import results_name, write_results
     from flashgen.runtime.ops.attention.cases import default_grid
     from flashgen.runtime.ops.mla_decode.bench import bench as run
@@ -70,10 +72,11 @@ def _bench_mla(device: Any, specs: Sequence[Spec], peers: list[str], grid: str |
 
     if device.data != "normal":
         raise UnsupportedError(f"data {device.data}", where="--data", allowed="normal, for decodes")
-    cases = load_cases(grid or default_grid("flashmla", "decode"))
+    family, pass_ = specs[0].family, next(found for found, each in passes().items() if each.op == "mla_decode")
+    cases = load_cases(grid or default_grid(family, pass_))
     with progress("timing", len(cases)) as step:
         results = run(device, specs, cases, peers, progress=step, **options)
-    path = write_results(results, out, results_name("flashmla", "decode", grid, "normal"))
+    path = write_results(results, out, results_name(family, pass_, grid, "normal"))
     return Output(results, [*mla_tables(results, peers), f"wrote {path}"])
 
 

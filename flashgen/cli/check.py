@@ -28,12 +28,13 @@ def check(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
           ) -> Output:
     """Show what a spec's expressions mean: types, folding, CUDA, and the tiles that the mask visits. Builds nothing."""
     from flashgen.codegen.explain.check import check as check_spec
-    from flashgen.codegen.families.registry import families_of, op_of
+    from flashgen.codegen.families.registry import fastest_first, op_of
 
     chosen = select([spec], arch, variant)
     if op_of(chosen[0]) != "attention":
+        names = sorted(family.name for family in fastest_first("attention"))
         raise UnsupportedError(f"a {chosen[0].pass_} has no expressions", where=chosen[0].name,
-                               allowed=f"specs of {' and '.join(families_of('attention'))}",
+                               allowed=f"specs of {' and '.join(names)}",
                                next=f"flashgen list {spec}")
     found = check_spec(chosen, seqlen_q, seqlen_kv, param or ())
     notes = [] if png is None else [f"wrote {draw(found, png)}"]

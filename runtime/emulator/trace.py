@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from flashgen.codegen.explain.counts import Shape
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.registry import FAMILIES, lower, op_of, passes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import render
 from flashgen.codegen.spec.spec import Spec
@@ -24,9 +24,8 @@ from flashgen.runtime.ops.attention.problem import Problem
 KINDS = ("arithmetic", "exponentials", "tensor cores", "fragments", "shuffles", "copies", "waits")  # Kind of trace.h
 WAITS = KINDS.index("waits")
 BURST_CLOCKS = 200.0  # what one line issues after a longer pause is another tile's
-DEFAULTS = {"fwd": {"batch": 1, "seqlen_q": 256, "num_heads_q": 1},
-            "decode": {"batch": 1, "seqlen_q": 1, "seqlen_kv": 320, "num_heads_q": 64}}
-DEPTHS = {"fa2": 1, "fa3": 2, "flashmla": 3}  # calls from the kernel's body to the statements that tell what happens
+DEFAULTS = {"attention": {"batch": 1, "seqlen_q": 256, "num_heads_q": 1},
+            "mla_decode": {"batch": 1, "seqlen_q": 1, "seqlen_kv": 320, "num_heads_q": 64}}
 
 
 @dataclass(frozen=True)
@@ -143,12 +142,14 @@ def spans(statistics: Statistics, depth: int = 1) -> list[Span]:
 
 def timeline(spec: Spec, sizes: dict[str, Any] | None = None, block: int = 0) -> Timeline:
     """Of one block of a call. `sizes`: of `explain`, over DEFAULTS. UnsupportedError if the grid has no such block."""
-    if spec.pass_ not in DEFAULTS:
-        raise UnsupportedError(f"{spec.variant} is of pass {spec.pass_}", where="trace", allowed=", ".join(DEFAULTS))
-    shape, plan = Shape.of(**{**DEFAULTS[spec.pass_], **(sizes or {})}), lower(spec)
+    op = op_of(spec)
+    if op not in DEFAULTS:
+        raise UnsupportedError(f"{spec.variant} is of pass {spec.pass_}", where="trace", allowed=", ".join(
+            name for name, found in passes().items() if found.op in DEFAULTS))
+    shape, plan = Shape.of(**{**DEFAULTS[op], **(sizes or {})}), lower(spec)
     with scheduled(Schedule("eager", resident=1, traced_block=block)):
-        rows = (_decode if spec.pass_ == "decode" else _attention)(spec, shape)
-    found = spans(rows[0], DEPTHS[plan.family]) if rows else []
+        rows = (_decode if op == "mla_decode" else _attention)(spec, shape)
+    found = spans(rows[0], FAMILIES[plan.family].trace_depth) if rows else []
     if not found:
         raise UnsupportedError(f"block {block} does nothing", where="--block", allowed="a block with work to do",
                                nearest="--block 0")

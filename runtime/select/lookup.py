@@ -20,7 +20,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr.tree import Param
 from flashgen.codegen.families.fa3.split import Cutting, Shape, best_twin
 from flashgen.codegen.families.family import Family
-from flashgen.codegen.families.registry import FAMILIES, fastest_first, find_tile, passes
+from flashgen.codegen.families.registry import FAMILIES, fastest_first
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
@@ -151,7 +151,7 @@ class Registry:
         is loaded to find out."""
         if wanted.kv_layout == "varlen" or wanted.window or not wanted.tensor_maps or not self._has_twins(wanted.spec):
             return wanted
-        table = next((family.tiles for family in fastest_first(wanted.pass_)
+        table = next((family.tiles for family in fastest_first(wanted.op)
                       if family.tiles and len(family.tiles.kinds) > 1), None)
         if table is None:
             return wanted
@@ -162,7 +162,7 @@ class Registry:
                     for tile, kind in zip(tiles, table.kinds, strict=True) if tile is not None]
             if len(cuts) == len(table.kinds):
                 splits, packs = best_twin((cuts[0], cuts[1], cuts[2]), self.num_sms(device_index), Shape.of(sizes))
-                return replace(wanted, split=splits, pack_gqa=packs)
+                return replace(wanted, traits=(("split", splits), ("pack_gqa", packs)))
         return wanted
 
     def _has_twins(self, handle: str) -> bool:
@@ -181,7 +181,7 @@ class Registry:
         archs = self._archs(device_index)
         if wanted.spec:
             spec = self._open(wanted.spec)
-            kinds = _kinds_of(wanted, archs, fastest_first(wanted.pass_, emulated=emulated))
+            kinds = _kinds_of(wanted, archs, fastest_first(wanted.op, emulated=emulated))
             variants = spec.specs(kinds) if isinstance(spec, Variant) else spec
             choice = Choice(_matching(variants, wanted, archs), "its spec is named")
         elif emulated:
@@ -195,10 +195,10 @@ class Registry:
 
     def _bundled(self, wanted: Wanted, archs: list[str]) -> Iterator[tuple[Bundle, tuple[Plan, bytes]]]:
         """(bundle, plan and image) of what bundles have for the call, the best first."""
-        for family in fastest_first(wanted.pass_):
+        for family in fastest_first(wanted.op):
             for arch in archs if _reads(family, wanted) else ():
                 for bundle in self._search_path():
-                    for choice in serving(wanted, arch, family.name):
+                    for choice in serving(wanted, arch, family):
                         stored = bundle.get(choice)
                         if stored is not None:
                             yield bundle, stored
@@ -236,9 +236,10 @@ def archs_for(cc: int) -> list[str]:
 
 def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[Family, ...]) -> list[dict[str, Any]]:
     """The spec fields that a call fixes, for each family and target that could serve it."""
-    return [{"family": family.name, "pass_": wanted.pass_, "arch": arch, "dtype": wanted.dtype,
-             "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v, "causal": wanted.causal,
-             "window": wanted.window, "kv_layout": wanted.kv_layout} for arch in archs for family in families]
+    return [{"family": family.name, "pass_": family.by_op[wanted.op].name, "arch": arch,
+             "dtype": wanted.dtype, "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v,
+             "causal": wanted.causal, "window": wanted.window, "kv_layout": wanted.kv_layout}
+            for arch in archs for family in families]
 
 
 def _reads(family: Family, wanted: Wanted) -> bool:
@@ -247,12 +248,12 @@ def _reads(family: Family, wanted: Wanted) -> bool:
 
 
 def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> Spec:
-    """The variant of a named spec that serves the call, of the fastest family and for the closest target."""
-    by_selector = [(selector(spec.fields(), spec.arch)._replace(score="none"), spec) for spec in variants]
-    found = [spec for family in fastest_first(wanted.pass_) for arch in archs
-             for choices in [set(serving(wanted, arch, family.name))] for chosen, spec in by_selector
-             if chosen in choices]
-    found.sort(key=lambda spec: spec.page_size != wanted.page_size)  # stable
+    """The variant of a named spec that serves the call best, of the fastest family and for the closest target."""
+    by_selector: dict[Selector, list[Spec]] = {}
+    for spec in variants:
+        by_selector.setdefault(selector(spec.fields(), spec.arch)._replace(score="none"), []).append(spec)
+    found = [spec for family in fastest_first(wanted.op) for arch in archs
+             for choice in serving(wanted, arch, family) for spec in by_selector.get(choice, ())]
     for spec in found:
         if _reads(FAMILIES[spec.family], wanted):
             return spec
@@ -281,7 +282,7 @@ def choose(wanted: Wanted, archs: list[str], *, emulated: bool = False) -> Choic
     CPU tensors. UnsupportedError if none has one.
     """
     missing: list[str] = []
-    for family in fastest_first(wanted.pass_, emulated=emulated):
+    for family in fastest_first(wanted.op, emulated=emulated):
         found = _variant(family, wanted, archs)
         if isinstance(found, Spec):
             return Choice(found, "; ".join([f"{family.name}: {found.variant}.{found.arch}", *missing]))
@@ -295,20 +296,20 @@ def _variant(family: Family, wanted: Wanted, archs: list[str]) -> Spec | str:
     if not _reads(family, wanted):
         return NO_MAPS
     shipped = _shipped()
-    choices = [choice for arch in archs for choice in serving(wanted, arch, family.name)]
+    choices = [choice for arch in archs for choice in serving(wanted, arch, family)]
     for choice in choices:
         if choice in shipped:
             return shipped[choice]
     dims: dict[str, Any] = {"head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v}
     models = {choice._replace(**dims): spec for choice, spec in shipped.items()
-              if spec.name == f"{family.name}_{wanted.pass_}" and spec.arch in archs}
+              if spec.name == f"{family.name}_{choice.pass_}" and spec.arch in archs}
     if not any(spec.family == family.name and spec.arch in archs for spec in shipped.values()):
         return f"no shipped spec of it lists {' or '.join(archs)}"
     fitting = [models[choice] for choice in choices if choice in models]
     if not fitting:
         return f"its shipped specs do not list {_asked(wanted)}"
     for spec in fitting:
-        if find_tile(family.name, spec.arch, mask_choice(spec.causal, spec.window), *dims.values()) is not None:
+        if family.tiles and family.tiles.find(spec.arch, mask_choice(spec.causal, spec.window), *dims.values()):
             # What the model overrides, it overrides for its own head dims.
             return spec.with_(**{row.attribute: row.default for row in rows() if row.override}, **dims)
     return f"it has no tile for head dims {tuple(dims.values())}"
@@ -326,8 +327,8 @@ def _shipped() -> dict[Selector, Spec]:
 def _asked(wanted: Wanted) -> str:
     mask = "window" if wanted.window else "causal" if wanted.causal else "full"
     dims = f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v})"
-    if passes()[wanted.pass_].op != "attention":
-        return f"{wanted.pass_}, {dims}, {wanted.kv_layout}"
+    if wanted.op != "attention":
+        return f"{wanted.op}, {dims}, {wanted.kv_layout}"
     return f"{dims}, {mask} mask, {wanted.kv_layout}" + (", lse" if wanted.lse else "")
 
 

@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flashgen.codegen.families.family import Family
 from flashgen.codegen.families.registry import FAMILIES
 from flashgen.codegen.plan import Plan
+from flashgen.codegen.spec.rule import EXTRA
 from flashgen.files import Arch, Name
-
-# Spec fields that only variants which they change have (fields.EXTRA; bundles are read without the generator).
-EXTRA = ("mask", "params", "align", "sink", "normalize")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a call asks of its kernel. `spec` is "" or a handle. Those from `split` on are traits of families."""
+    """What a call asks of its kernel. `spec` is "" or a handle."""
 
     dtype: str
     head_dim_qk: int
@@ -31,10 +30,8 @@ class Wanted:
     lse: bool
     spec: str = ""
     tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
-    split: bool = False       # whether blocks had better share the keys of the last tiles: Registry.for_sizes
-    pack_gqa: bool | None = False  # whether query heads had better share query tiles; None: they cannot
-    pass_: str = "fwd"
-    page_size: int | None = None  # as a spec has it: 64 where pages can be copied as boxes
+    op: str = "attention"     # of families' passes
+    traits: tuple[tuple[str, Any], ...] = ()  # what options of families had better be, where the call says so
 
 
 class Selector(NamedTuple):
@@ -72,18 +69,19 @@ PREFERENCES = (
 )
 
 
-def serving(wanted: Wanted, arch: str, family: str) -> Iterator[Selector]:
-    """Selectors of kernels that serve the call, the best first."""
-    traits = FAMILIES[family].traits
-    own = [[(trait.option, value) for value in trait.serving(getattr(wanted, trait.option))] for trait in traits]
+def serving(wanted: Wanted, arch: str, family: Family) -> Iterator[Selector]:
+    """Selectors of the family's kernels that serve the call, the best first."""
     asked: dict[str, Any] = {
-        "arch": arch, "family": family, "score": "none", "pass_": wanted.pass_, "dtype": wanted.dtype,
-        "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v, "kv_layout": wanted.kv_layout}
+        "arch": arch, "family": family.name, "pass_": family.by_op[wanted.op].name, "dtype": wanted.dtype,
+        "score": "none", "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v,
+        "kv_layout": wanted.kv_layout}
+    own = [[(trait.option, value) for value in trait.serving(dict(wanted.traits).get(trait.option, trait.unasked))]
+           for trait in family.traits]
     for values in itertools.product(*(preference.serving(wanted) for preference in PREFERENCES)):
-        common = {name: value for preference, found in zip(PREFERENCES, values, strict=True)
-                  for name, value in zip(preference.fields, found, strict=True)}
-        for chosen in itertools.product(*own):
-            yield Selector(**asked, **common, traits=chosen)
+        for preference, value in zip(PREFERENCES, values, strict=True):
+            asked |= zip(preference.fields, value, strict=True)
+        for traits in itertools.product(*own):
+            yield Selector(**asked, traits=traits)
 
 
 def selector(fields: Iterable[tuple[str, object]], arch: str) -> Selector:
@@ -94,8 +92,8 @@ def selector(fields: Iterable[tuple[str, object]], arch: str) -> Selector:
     values: dict[str, Any] = dict(fields)
     changes = [f"{name}: {values[name]}" for name in EXTRA if name in values]
     if changes:
-        values["score"] = "; ".join([values["score"], *changes])
-    family = FAMILIES.get(values["family"])
+        values["score"] = "; ".join([str(values["score"]), *changes])
+    family = FAMILIES.get(str(values["family"]))
     traits = tuple((trait.option, values[trait.option]) for trait in family.traits) if family else ()
     common = {name: values[name.rstrip("_")] for name in Selector._fields if name not in ("arch", "traits")}
     return Selector(**common, arch=arch, traits=traits)

@@ -70,7 +70,7 @@ def variant(score: str = "none", mask: str = "none", *, params: Mapping[str, Any
         normalize: "none" takes scores as weights, without a softmax.
         align: "top_left" counts q_pos from the first key.
         name: first part of the kernels' names.
-        fields: any other field of a spec, such as family="fa2" or causal=True.
+        fields: any other field of a spec, such as kv_layout="varlen" or causal=True.
 
     Raises SpecError, with the column, for an expression that is none. Nothing is compiled before the first call.
     """

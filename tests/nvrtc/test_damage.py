@@ -41,8 +41,8 @@ IMAGE = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 2, 190, 1, 0, 0
 IMAGE += struct.pack("<IIQQQQIIQQ", 0, 1, 0, 0, 128, 16, 0, 0, 1, 0) + bytes(16)  # one section of 16 bytes
 CUBIN = Cubin(IMAGE, ("-O3",), "13.0", "a log", Resources(40, 0, 0, 0, 16, 0, ("C7510",)))
 WANTED = [Wanted("bf16", 128, 128, True, False, "dense", True), Wanted("bf16", 64, 64, False, False, "varlen", True),
-          Wanted("bf16", 576, 512, False, False, "paged", True, pass_="decode", page_size=64),
-          Wanted("bf16", 576, 512, False, False, "paged", True, pass_="schedule", page_size=64)]
+          Wanted("bf16", 576, 512, False, False, "paged", True, op="mla_decode", traits=(("page_size", 64),)),
+          Wanted("bf16", 576, 512, False, False, "paged", True, op="mla_schedule", traits=(("page_size", 64),))]
 
 
 def _plans() -> list[Plan]:

@@ -5,9 +5,13 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from flashgen.codegen.families.registry import FAMILIES, passes
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
@@ -102,3 +106,139 @@ def test_no_machine_paths_or_hosts():
         if path.is_file() and path.suffix != ".png":
             found += [name for line in path.read_text(encoding="utf-8").splitlines() if forbidden.search(line)]
     assert not found
+
+
+# ---- who may import whom, and who may name whom
+
+PACKAGE = [path for path in SOURCES if relative(path).split("/")[0] in ("codegen", "runtime", "flashgen")]
+
+
+def module_of(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts if parts[0] == "flashgen" else ["flashgen", *parts]).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE}
+
+
+def imports_of(node: ast.AST) -> Iterator[str]:
+    """Modules of the package that are imported anywhere, within functions as well, but for type checkers alone."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in MODULES)
+    if isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            full = f"{node.module}.{alias.name}"
+            yield from {full if full in MODULES else str(node.module)} & MODULES.keys()
+    for child in ast.iter_child_nodes(node):
+        yield from imports_of(child)
+
+
+IMPORTS = {name: {found for found in imports_of(tree) if found != "flashgen"} for name, tree in MODULES.items()}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    left = dict(IMPORTS)  # less those that import none of what is left, again and again
+    while done := [name for name, found in left.items() if not found & left.keys() - {name}]:
+        for name in done:
+            del left[name]
+    assert not left, f"these import each other, or modules that do: {sorted(left)}"
+
+
+# What each part may not import: codegen is pure, and only the command line knows all.
+ABOVE = {"flashgen.codegen": ("flashgen.runtime", "flashgen.cli", "flashgen.compat"),
+         "flashgen.runtime": ("flashgen.cli", "flashgen.compat")}
+
+
+@pytest.mark.parametrize("part", ABOVE)
+def test_layers(part):
+    above = {name: sorted(found for found in IMPORTS[name] if found.startswith(ABOVE[part]))
+             for name in IMPORTS if name.startswith(part)}
+    assert not {name: found for name, found in above.items() if found}
+
+
+# Modules that still name a family, and how often. The numbers may only fall: lower them as names go.
+NAMED = {
+    "codegen/slots.py": (15, "its loops go into the folders of families"),
+    "runtime/launch/counters.py": (1, "launch rules go into the folders of families"),
+    "runtime/launch/rehearsal.py": (4, "likewise"),
+    "runtime/launch/split.py": (3, "likewise"),
+    "runtime/launch/values.py": (13, "likewise"),
+    "runtime/measure/device.py": (19, "names of peers"),
+    "runtime/ops/attention/flex.py": (1, "the name of a shipped spec"),
+    "runtime/ops/attention/variants.py": (4, "engines take operations"),
+    "runtime/ops/mla_decode/bench.py": (8, "names of peers"),
+    "runtime/ops/mla_decode/verify.py": (1, "engines take operations"),
+    "runtime/verify/verify.py": (1, "likewise"),
+    "flashgen/cli/bench.py": (4, "names of peers, and of a grid"),
+    "flashgen/cli/check.py": (1, "the name of a shipped spec"),
+}
+
+
+ENGLISH = {"standard"}  # families whose names are words: texts count that are no more than the name, and paths
+
+
+def as_a_name(family: str) -> str:
+    """A pattern of the family's name, also as a part of another name."""
+    if family in ENGLISH:
+        return rf"\A{family}\Z|families[./]{family}\b"
+    return rf"(?<![A-Za-z0-9])({family}|{family.upper()})(?![A-Za-z0-9])"
+
+
+def words_of(tree: ast.AST) -> Iterator[str]:
+    """Every identifier and every text of a module."""
+    for node in ast.walk(tree):
+        for name in ("id", "attr", "arg", "name", "asname", "module"):
+            if isinstance(value := getattr(node, name, None), str):
+                yield value
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_families_are_named_in_their_folders_alone():
+    """And in registry.py, which has a row for each."""
+    found: Counter[str] = Counter()
+    for path in PACKAGE:
+        place = relative(path).removeprefix("codegen/families/").split("/")
+        if relative(path) == "codegen/families/registry.py" or relative(path).startswith("flashgen/compat/"):
+            continue
+        pattern = re.compile("|".join(as_a_name(name) for name in FAMILIES if name != place[0]))
+        found[relative(path)] += sum(len(pattern.findall(text)) for text in words_of(MODULES[module_of(path)]))
+    assert not {name: count for name, count in found.items() if count > NAMED.get(name, (0, ""))[0]}
+
+
+@pytest.mark.parametrize("folder", ["codegen/", "runtime/select/", "runtime/compile/", "flashgen/cli/"])
+def test_passes_are_named_in_the_folders_of_families_alone(folder):
+    """As values: `if spec.pass_ == "fwd"`. The words themselves are English."""
+    for path in PACKAGE:
+        if relative(path).startswith(folder) and not relative(path).startswith("codegen/families/"):
+            texts = {node.value for node in ast.walk(MODULES[module_of(path)]) if isinstance(node, ast.Constant)}
+            assert not texts & passes().keys(), relative(path)
+
+
+def test_families_import_no_other_family():
+    folders = {name: {found.split(".")[3] for found in IMPORTS[name] if found.startswith("flashgen.codegen.families.")}
+               for name in IMPORTS if name.startswith("flashgen.codegen.families.")}
+    for name, found in folders.items():
+        if name != "flashgen.codegen.families.registry":
+            assert not found & FAMILIES.keys() - {name.split(".")[3]}, name
+
+
+def test_the_registry_is_light():
+    """A bundle is served without pydantic, Jinja, specs and what lowers them."""
+    code = "import flashgen.codegen.families.registry, sys; print('\\n'.join(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    loaded = set(out.splitlines())
+    assert not loaded & {"pydantic", "jinja2", "yaml", "flashgen.codegen.spec.fields"}
+    assert not [name for name in loaded if name.endswith(".lower") or name.startswith("flashgen.codegen.expr.")]
+
+
+# Lines of codegen and runtime, less the emulator, which has two of many things. The number may only fall.
+MAX_LINES = 16466
+
+
+def test_lines():
+    lines = {relative(path): path.read_text(encoding="utf-8").count("\n") for path in PACKAGE
+             if relative(path).startswith(("codegen/", "runtime/")) and "runtime/emulator" not in relative(path)}
+    assert sum(lines.values()) <= MAX_LINES

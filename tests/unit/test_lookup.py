@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.codegen.families.registry import fastest_first
+from flashgen.codegen.families.registry import FAMILIES, fastest_first
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.spec.spec import Spec
 from flashgen.codegen.target import TARGETS
@@ -46,11 +46,9 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Spec]], None]:
         table = {selector(s.fields(), s.arch): s for s in specs}
         monkeypatch.setattr(lookup, "_shipped", lambda: table)
 
-    def tile(family: str, arch: str, mask: str, head_dim_qk: int, head_dim_v: int) -> object:
-        return None if family == "fa3" and max(head_dim_qk, head_dim_v) > 128 else object()
-
+    table: Any = FAMILIES["fa3"].tiles
+    monkeypatch.setitem(vars(table), "rows", tuple(row for row in table.rows if row.head_dim_qk <= 128))
     ship(SHIPPED)
-    monkeypatch.setattr(lookup, "find_tile", tile)
     return ship
 
 
@@ -186,6 +184,19 @@ def test_a_named_file_with_both_families(registry: Registry) -> None:
     assert served(registry, wanted(spec="both", tensor_maps=False)) == ("x_bf16_d128.sm_90", "compiled")
 
 
+def test_of_a_named_file_the_variant_that_the_call_had_better_have(registry: Registry) -> None:
+    """Whatever the order in the file."""
+    kinds: list[dict[str, bool]] = [{"lse": False}, {"pack_gqa": True, "split": True}, {"split": True}, {},
+                                    {"batch_invariant": True}]
+    for named in (kinds, kinds[::-1]):
+        registry._opened["all"] = tuple(spec("fa3", **kind) for kind in named)
+        for traits, end in (((), ""), ((("split", True),), "_split"),
+                            ((("split", True), ("pack_gqa", True)), "_split_packed"), ((("pack_gqa", None),), "")):
+            registry._kernels.clear()
+            call = wanted(spec="all", traits=traits)
+            assert served(registry, call) == (f"fa3_fwd_bf16_d128{end}.sm_90a", "compiled")
+
+
 @pytest.mark.parametrize("sizes, variant", [
     ((1, 2112, 4000, 12, 12), "fa3_fwd_bf16_d128"),           # a tile for each SM
     ((1, 300, 4000, 2, 2), "fa3_fwd_bf16_d128_split"),        # few
@@ -224,7 +235,7 @@ def test_variants_with_expressions_have_no_twins(changes: dict[str, Any]) -> Non
         asked = wanted(spec=handle_of(given))
         assert registry.for_sizes(asked, EMULATED, sizes) == asked
     registry._opened["both"] = (spec("fa3"), spec("fa3", **changes))
-    assert registry.for_sizes(wanted(spec="both"), EMULATED, sizes).pack_gqa
+    assert dict(registry.for_sizes(wanted(spec="both"), EMULATED, sizes).traits)["pack_gqa"]
 
 
 # ---- what a call says of its tensors
@@ -252,7 +263,8 @@ def test_calls_say_whether_maps_fit(make: Callable[[torch.Tensor], torch.Tensor]
     q = torch.randn(2, 16, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(Asked):
         flashgen.attention(q, make(q), make(q))
-    assert asked[0].tensor_maps is fit and [family.name for family in fastest_first("fwd")] == ["fa3", "fa2"]
+    names = [family.name for family in fastest_first("attention")]
+    assert asked[0].tensor_maps is fit and names.index("fa3") < names.index("fa2")
 
 
 def test_a_fork_has_a_new_lock_and_no_kernel_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:  # B119

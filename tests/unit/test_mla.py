@@ -127,14 +127,15 @@ def test_a_named_spec_is_what_runs_and_a_call_it_cannot_serve_is_refused(stage: 
 
 
 def test_only_hopper_has_decodes_and_attention_never_gets_one() -> None:
-    wanted = Wanted("bf16", 576, 512, False, False, "paged", True, pass_="decode", page_size=64)
+    wanted = Wanted("bf16", 576, 512, False, False, "paged", True, op="mla_decode", traits=(("page_size", 64),))
     assert lookup.choose(wanted, lookup.archs_for(90)).spec == SPECS["mla_h100_bf16_d576v512_paged64"]
     for cc in (80, 89, 100, 120):
         with pytest.raises(UnsupportedError, match=r"(?s)decode, bf16.*not flashmla: no shipped spec of it lists"):
             lookup.choose(wanted, lookup.archs_for(cc))
-    with pytest.raises(UnsupportedError, match="not flashmla: its shipped specs do not list decode"):
-        lookup.choose(Wanted("bf16", 512, 512, False, False, "paged", True, pass_="decode", page_size=1), ["sm_90a"])
-    assert not {spec.family for spec in SPECS.values()} & {family.name for family in fastest_first("fwd")}
+    with pytest.raises(UnsupportedError, match="not flashmla: its shipped specs do not list mla_decode"):
+        lookup.choose(Wanted("bf16", 512, 512, False, False, "paged", True, op="mla_decode",
+                             traits=(("page_size", 1),)), ["sm_90a"])
+    assert not {spec.family for spec in SPECS.values()} & {family.name for family in fastest_first("attention")}
 
 
 def test_pages_that_no_map_describes_are_gathered(stage: Stage) -> None:

@@ -13,7 +13,7 @@ from flashgen.codegen.families.registry import lower
 from flashgen.codegen.plan import Plan, params_layout
 from flashgen.codegen.render import render
 from flashgen.codegen.smem import layout_regions
-from flashgen.codegen.spec.fields import EXTRA
+from flashgen.codegen.spec.rule import EXTRA
 from flashgen.codegen.spec.spec import Roles, Spec, Tile
 from flashgen.codegen.target import FEATURES, TARGETS
 from flashgen.errors import PlanError, SpecError

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from flashgen.codegen.families.flashmla.options import SCHEDULE
 from flashgen.codegen.families.registry import FAMILIES
 from flashgen.codegen.spec import fields as spec_fields
+from flashgen.codegen.spec.rule import EXTRA
 from flashgen.codegen.spec.rules import RULES
 from flashgen.codegen.spec.spec import (
     Spec,
@@ -174,10 +175,12 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
     """The same values, less what the rules between fields refuse."""
     kept = {row.name: row.default if row.families not in ("", values["family"]) else values[row.name]
             for row in spec_fields.rows()}
+    passes = [found.name for found in FAMILIES[kept["family"]].passes]
+    kept["pass"] = kept["pass"] if kept["pass"] in passes else passes[0]
     if kept["family"] == "flashmla":
         return keep_rules_of_mla(kept)
     kept["window"] = kept["window"] and not kept["causal"]
-    kept |= {"pass": "fwd", "kv_layout": {"paged": "varlen"}.get(kept["kv_layout"], kept["kv_layout"]),
+    kept |= {"kv_layout": {"paged": "varlen"}.get(kept["kv_layout"], kept["kv_layout"]),
              **{name: kept[name] and 8 + (kept[name] - 8) % 256 // 8 * 8 for name in ("head_dim_qk", "head_dim_v")}}
     built_in = kept["causal"] or kept["window"]
     kept["mask"] = "none" if built_in else kept["mask"]
@@ -200,7 +203,7 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
 def keep_rules_of_mla(kept: dict[str, Any]) -> dict[str, Any]:
     kept |= {"causal": False, "window": False, "lse": True, "batch_invariant": False, "tile": None, "stages": None,
              "roles": None, "arch": "sm_90a", "score": "none", "mask": "none", "align": "bottom_right",
-             "sink": "none", "normalize": "softmax", "pass": "decode" if kept["pass"] == "fwd" else kept["pass"],
+             "sink": "none", "normalize": "softmax",
              "head_dim_qk": 576 if kept["head_dim_qk"] > 64 else 512, "head_dim_v": 512,
              "kv_layout": {"varlen": "dense"}.get(kept["kv_layout"], kept["kv_layout"])}
     kept["page_size"] = (kept["page_size"] or 64) if kept["kv_layout"] == "paged" else None
@@ -263,7 +266,7 @@ def test_specs_hash_pickle_and_survive_json(values):
     names = [name for name, _ in one.fields()]
     rows = [row for row in spec_fields.rows() if row.name != "arch"]
     assert names == [row.name for row in rows if row.name in names]
-    assert {row.name for row in rows} - set(names) <= set(spec_fields.EXTRA)
+    assert {row.name for row in rows} - set(names) <= set(EXTRA)
     assert Spec.model_validate_json(one.model_dump_json(by_alias=True)) == one
 
 

@@ -176,7 +176,7 @@ def test_masks_with_bounds_of_their_own() -> None:
 def test_no_call_gets_a_variant_unasked() -> None:
     """Their selectors differ from all that a call without a spec asks for."""
     wanted = lookup.Wanted("bf16", 64, 64, True, False, "dense", True)
-    asked = [s for family in fastest_first("fwd") for s in serving(wanted, "sm_90a", family.name)]
+    asked = [s for family in fastest_first("attention") for s in serving(wanted, "sm_90a", family)]
     for path in variant_spec_paths():
         for spec in load_specs(path).specs:
             if path.stem != "differential":

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 # A kernel that packs query heads serves calls that had better not be packed, and the reverse, but for calls whose heads
 # no tile holds (None). Likewise with those that split.
 TRAITS = (
-    Trait("pack_gqa", lambda wanted: (False,) if wanted is None else (wanted, not wanted)),
-    Trait("split", lambda wanted: (wanted, not wanted)),
+    Trait("pack_gqa", False, lambda wanted: (False,) if wanted is None else (wanted, not wanted)),
+    Trait("split", False, lambda wanted: (wanted, not wanted)),
 )
 
 _MMA_WARPS = tuple(WARPGROUP_WARPS * count for count in range(1, MAX_WARPGROUPS + 1))
@@ -112,6 +112,7 @@ RULES = (
     Rule(f"`tile.m` is {WARPGROUP_ROWS} for each mma warpgroup: {_words(_TILE_ROWS)}.", _tile),
     Rule("`schedule: pingpong` needs two mma warpgroups or more.", _turns),
     Rule("`split: true` excludes `batch_invariant: true`, `window: true` and `kv_layout: varlen`, which split "
-         "nothing. `pack_gqa: true` excludes `window: true` and `kv_layout: varlen`.", _beside),
+         "nothing.", _beside),
+    Rule("`pack_gqa: true` excludes `window: true` and `kv_layout: varlen`.", _beside),
     Rule("`split: true` and `pack_gqa: true` exclude `score`, `mask`, `sink` and `normalize`.", _plain),
 )

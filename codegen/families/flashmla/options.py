@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 # A kernel that gathers rows serves pages of any size; boxes are faster where they fit.
-TRAITS = (Trait("page_size", lambda wanted: (64, 1) if wanted == 64 else (wanted,)),)
+TRAITS = (Trait("page_size", None, lambda wanted: (64, 1) if wanted == 64 else (wanted,)),)
 
 ONLY = (
     Only("head_dim_qk", (512, 576), "columns of the latent cache, without and with the rotary ones"),

@@ -279,7 +279,8 @@ def run_schedule(seqlens: Tensor, num_heads_q: int, seqlen_q: int) -> Tensor:
 
 
 def _schedule_kernel(device: torch.device) -> Kernel | EmulatedKernel:
-    return _kernel(Wanted("bf16", 576, 512, False, False, "paged", True, pass_="schedule", page_size=64), device)
+    return _kernel(Wanted("bf16", 576, 512, False, False, "paged", True, op="mla_schedule",
+                          traits=(("page_size", 64),)), device)
 
 
 def _kernel(wanted: Wanted, device: torch.device) -> Kernel | EmulatedKernel:
@@ -315,7 +316,7 @@ def _prepare(  # type: ignore[no-untyped-def]
                                next="give a page_table: pages of any stride will do")
     unit = None if not paged else BOX_ROWS if boxes and page_size % BOX_ROWS == 0 else 1
     wanted = Wanted(ops.DTYPE_NAMES[q.dtype], head_dim_qk, HEAD_DIM_V, False, False, "paged" if paged else "dense",
-                    True, spec, pass_="decode", page_size=unit)
+                    True, spec, op="mla_decode", traits=(("page_size", unit),))
     kernel = _kernel(wanted, q.device)
     copies = (not _flat_rows(q), paged and not page_table.is_contiguous())
     if any(copies):
