@@ -28,10 +28,9 @@ from flashgen.runtime.measure.bench import (
     sets_needed,
 )
 from flashgen.runtime.ops.attention.cases import Case
+from flashgen.runtime.ops.registry import op_of
 
 NOISE = 0.01           # two runs of the same kernel differ by this much
-CHECK_WINDOW = (97, 30)
-MANY_HEADS = (45, 9)   # with three query tiles and three sequences: several tiles for every persistent block
 
 Step = Callable[[int, str], None]                          # (done so far, what)
 Phase = Callable[[str, int], AbstractContextManager[Step]]  # (title, total): cli.common.progress
@@ -102,21 +101,16 @@ def build(specs: Sequence[Spec], jobs: int | None, step: Step) -> list[BuildResu
 
 def check(candidate: Candidate) -> None:
     """VerifyError unless the kernel keeps the accuracy contract on a small problem and on one of many tiles."""
-    from flashgen.runtime.ops.attention.problem import Problem
-    from flashgen.runtime.verify.compare import check as against_reference
-    from flashgen.runtime.verify.subject import run_poisoned
+    from flashgen.runtime.verify.compare import check as against_truth
+    from flashgen.runtime.verify.subject import Subject
     from flashgen.runtime.verify.verify import current_device
 
-    spec, tile, device = candidate.spec, candidate.tiling, current_device()[0]
-    window = CHECK_WINDOW if spec.window else (-1, -1)
-    for batch, seqlen_q, seqlen_kv, heads in ((2, tile.m + 17, (tile.stages + 2) * tile.n + 5, (4, 2)),
-                                              (3, 2 * tile.m + 1, 2 * tile.n + 1, MANY_HEADS)):
-        problem = Problem(batch, seqlen_q, seqlen_kv, *heads, spec.head_dim_qk, spec.head_dim_v, causal=spec.causal,
-                          window=window, dtype=spec.dtype)
-        inputs = problem.make_inputs(device)
-        out, lse = run_poisoned(inputs, spec=spec, lse=spec.lse)
-        against_reference(out, lse, inputs, label=f"{spec.variant}.{spec.arch}, {problem}",
-                          rerun="flashgen tune ... --write spec FILE, then flashgen verify FILE")
+    spec, op = candidate.spec, op_of(candidate.spec)
+    subject = Subject(spec, current_device()[0])
+    for problem in op.few_problems(spec, candidate.plan):
+        inputs = op.inputs(problem, spec, subject.device)
+        against_truth(op.run(subject, inputs), inputs, label=f"{spec.variant}.{spec.arch}, {problem}",
+                      rerun="flashgen tune ... --write spec FILE, then flashgen verify FILE")
 
 
 def tune(device: Device, found: Candidates, *, rounds: int = ROUNDS, jobs: int | None = None,

@@ -144,20 +144,21 @@ def test_a_wrong_kernel_is_listed_and_never_ranked() -> None:
 
 
 def test_the_check_judges_against_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashgen.runtime.verify import subject, verify
+    from flashgen.runtime.ops.attention import op
+    from flashgen.runtime.verify import verify
 
     monkeypatch.setattr(verify, "current_device", lambda: ("cpu", 90))
     monkeypatch.setattr(flashgen, "attention", attention_by_reference)
     candidate = found_for("fa3_fwd_bf16_d64_window", limit=1).kept[0]
     runner.check(candidate)
-    plain = subject.run_poisoned
+    plain = op.run
 
-    def late(inputs: Any, **options: Any) -> Any:  # a value that is off by a few roundings in one place
-        out, lse = plain(inputs, **options)
-        out[-1, -1, -1, -1] += 0.05
-        return out, lse
+    def late(subject: Any, inputs: Any) -> Any:  # a value that is off by a few roundings in one place
+        results = plain(subject, inputs)
+        results["out"][-1, -1, -1, -1] += 0.05
+        return results
 
-    monkeypatch.setattr(subject, "run_poisoned", late)
+    monkeypatch.setattr(op, "run", late)
     with pytest.raises(VerifyError, match="column 63"):
         runner.check(candidate)
 
