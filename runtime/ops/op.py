@@ -1,7 +1,7 @@
 """What an operation (what is asked, and what is right) provides to the engines verify, measure and emulator.
 
 A folder beside this file is an operation. Its module `op` has the functions of Op; they may import torch. Its module
-`bench` has BENCH, a Bench, and is imported before torch is.
+`bench` has BENCH, a Bench of measure/suite.py, and is imported before torch is.
 """
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from flashgen.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
-    from flashgen.runtime.ops.op import Op
+    from flashgen.runtime.measure.suite import Bench
+from flashgen.runtime.ops.op import Op
 
 # folder: (family, pass) of the kernels that answer it
 OPS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -19,6 +20,10 @@ OPS: dict[str, tuple[tuple[str, str], ...]] = {
 
 def op_of(spec: Spec) -> Op:
     return cast("Op", import_module(f"{__package__}.{_name_of(spec)}.op"))
+
+
+def bench_of(spec: Spec) -> Bench:
+    return cast("Bench", import_module(f"{__package__}.{_name_of(spec)}.bench").BENCH)
 
 
 def _name_of(spec: Spec) -> str:

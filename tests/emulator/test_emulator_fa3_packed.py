@@ -12,7 +12,7 @@ from flashgen.errors import UnsupportedError
 from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule
 from flashgen.runtime.ops.attention.edges import company_problem
-from flashgen.runtime.ops.attention.identities import alone_and_in_company, future_keys, head_major, spread, strided
+from flashgen.runtime.ops.attention.op import alone_and_in_company, future_keys, head_major, spread, strided
 from flashgen.runtime.verify.compare import check_bits
 from flashgen.runtime.verify.subject import Subject
 

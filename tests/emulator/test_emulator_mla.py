@@ -14,7 +14,7 @@ import flashgen
 from flashgen.codegen.spec.spec import Spec
 from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule, scheduled
-from flashgen.runtime.ops.mla_decode.identities import kept_schedule, layouts
+from flashgen.runtime.ops.mla_decode.op import kept_schedule, layouts
 from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem
 from flashgen.runtime.verify.compare import check_bits
 from flashgen.runtime.verify.subject import Subject

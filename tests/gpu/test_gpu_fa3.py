@@ -20,11 +20,11 @@ from flashgen.codegen.families.registry import lower
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.runtime.launch.tensor_map import fits_maps
 from flashgen.runtime.launch.values import launch_values
-from flashgen.runtime.measure.device import draw
-from flashgen.runtime.ops.attention.cases import Case
+from flashgen.runtime.ops.attention.bench import Case
 from flashgen.runtime.ops.attention.edges import Mask, company_problem, masks, tile_shape
-from flashgen.runtime.ops.attention.identities import alone_and_in_company, head_major, spread
+from flashgen.runtime.ops.attention.op import alone_and_in_company, head_major, spread
 from flashgen.runtime.ops.attention.problem import Inputs, Problem, run_poisoned
+from flashgen.runtime.ops.attention.timed import draw
 from flashgen.runtime.select.lookup import Wanted, why
 from flashgen.runtime.verify.compare import check, check_bits, named
 from flashgen.runtime.verify.subject import NAN, Subject

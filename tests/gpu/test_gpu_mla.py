@@ -17,7 +17,7 @@ import flashgen
 from flashgen.codegen.spec.spec import Spec
 from flashgen.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.ops.mla_decode.identities import layouts
+from flashgen.runtime.ops.mla_decode.op import layouts
 from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem
 from flashgen.runtime.verify.compare import check, check_bits, named
 from flashgen.runtime.verify.subject import Subject

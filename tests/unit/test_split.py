@@ -35,7 +35,7 @@ from flashgen.runtime.launch.split import (
     split_tail,
 )
 from flashgen.runtime.launch.values import counter_words, cutting_of, fa3_values, launch_values, splits_keys
-from flashgen.runtime.ops.attention.cases import ROOT
+from flashgen.runtime.measure.grid import ROOT
 
 FULL = Cutting(192, 64, False, False, 128, 128, 2)
 STEP = FULL.step_clocks
