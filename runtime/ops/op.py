@@ -5,10 +5,11 @@ A folder beside this file is an operation. Its module `op` has the functions of 
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from flashgen.codegen.explain.counts import Shape
     from flashgen.codegen.plan import Plan
     from flashgen.codegen.spec.spec import Spec
     from flashgen.runtime.verify.compare import Accuracy, Results, Truth
@@ -30,7 +31,18 @@ class Problem(Protocol):
     def make_inputs(self, device: str) -> Inputs: ...
 
 
+class Example(NamedTuple):
+    """A small call whose timeline the emulator draws: `prepare` makes its tensors and what else it is given."""
+
+    prepare: Callable[[], Callable[[], object]]
+    num_sms: int = 0   # it has to run on; 0: those of the emulator
+
+
 class Op(Protocol):
+    EXAMPLES: Mapping[str, Mapping[str, int]]  # sizes of the example, by pass
+
+    def example(self, spec: Spec, shape: Shape) -> Example: ...
+
     def problems(self, spec: Spec, plan: Plan, seed: int, emulated: bool) -> Iterable[Problem]:
         """Calls at the edges of the variant's own tiles; for the emulator, as few blocks as reach every branch."""
 

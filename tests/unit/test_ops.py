@@ -17,7 +17,7 @@ from flashgen.runtime.ops.op import Op
 from flashgen.runtime.ops.registry import OPS, op_of
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINES = ("verify", "measure")
+ENGINES = ("verify", "measure", "emulator")
 SPECS = {(spec.family, spec.pass_): spec for path in shipped_spec_paths() for spec in load_specs(path).specs}
 
 

@@ -79,15 +79,6 @@ def edge_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, seed: i
             yield problem(batch, (lengths[0],) * batch, (lengths[1],) * batch, mask, heads_of=many_heads)
 
 
-def few_problems(spec: Spec, plan: Plan) -> Iterator[Problem]:
-    """A small call, and one with several tiles for every block that stays."""
-    (tile_m, tile_n, stages), window = tile_shape(plan), (97, 30) if spec.window else (-1, -1)
-    for batch, seqlen_q, seqlen_kv, heads in ((2, tile_m + 17, (stages + 2) * tile_n + 5, (4, 2)),
-                                              (MANY_TILES[0], 2 * tile_m + 1, 2 * tile_n + 1, MANY_TILES[1])):
-        yield Problem(batch, seqlen_q, seqlen_kv, *heads, spec.head_dim_qk, spec.head_dim_v, causal=spec.causal,
-                      window=window, dtype=spec.dtype)
-
-
 def company_problem(spec: Spec, tile_m: int, mask: Mask, seed: int) -> Problem:
     """Three requests with as many queries as keys: the subject of the bitwise identities."""
     seqlen: int | tuple[int, ...] = 2 * tile_m + 5

@@ -8,24 +8,24 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+import flashgen
+from flashgen.codegen.explain.counts import Shape
 from flashgen.codegen.families.registry import lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.spec import Spec
 from flashgen.runtime.launch.values import is_persistent, splits_keys
 from flashgen.runtime.ops.attention.edges import (
+    MANY_TILES,
     company_problem,
     edge_problems,
     emulated_problems,
-    few_problems,
     masks,
     tile_shape,
 )
 from flashgen.runtime.ops.attention.problem import Inputs, Problem, run_poisoned
-from flashgen.runtime.ops.op import Identity
+from flashgen.runtime.ops.op import Example, Identity
 from flashgen.runtime.verify.compare import Accuracy, Results, check_bits, named
 from flashgen.runtime.verify.subject import NAN, Subject
-
-__all__ = ["few_problems", "identities", "inputs", "problems", "run"]
 
 
 def problems(spec: Spec, plan: Plan, seed: int, emulated: bool) -> Iterator[Problem]:
@@ -35,9 +35,33 @@ def problems(spec: Spec, plan: Plan, seed: int, emulated: bool) -> Iterator[Prob
     return edge_problems(spec, *tiles, seed)
 
 
+def few_problems(spec: Spec, plan: Plan) -> Iterator[Problem]:
+    """A small call, and one with several tiles for every block that stays."""
+    (tile_m, tile_n, stages), window = tile_shape(plan), (97, 30) if spec.window else (-1, -1)
+    for batch, seqlen_q, seqlen_kv, heads in ((2, tile_m + 17, (stages + 2) * tile_n + 5, (4, 2)),
+                                              (MANY_TILES[0], 2 * tile_m + 1, 2 * tile_n + 1, MANY_TILES[1])):
+        yield Problem(batch, seqlen_q, seqlen_kv, *heads, spec.head_dim_qk, spec.head_dim_v, causal=spec.causal,
+                      window=window, dtype=spec.dtype)
+
+
 def inputs(problem: Problem, spec: Spec, device: str) -> Inputs:
     found = problem.make_inputs(device)
     return found.changed_by(spec, seed=problem.seed) if changes_scores(spec) else found
+
+
+EXAMPLES = {"fwd": {"batch": 1, "seqlen_q": 256, "num_heads_q": 1}}
+
+
+def example(spec: Spec, shape: Shape) -> Example:
+    varlen = spec.kv_layout == "varlen"
+    seqlen_q, seqlen_kv = ((n,) * shape.batch if varlen else n for n in (shape.seqlen_q, shape.seqlen_kv))
+    problem = Problem(shape.batch, seqlen_q, seqlen_kv, shape.num_heads_q, shape.num_heads_kv, spec.head_dim_qk,
+                      spec.head_dim_v or spec.head_dim_qk, spec.causal, shape.window, spec.dtype)
+
+    def prepare() -> Callable[[], object]:
+        x = problem.make_inputs()
+        return lambda: flashgen.attention(x.q, x.k, x.v, **x.keywords, spec=spec)
+    return Example(prepare)
 
 
 def identities(spec: Spec, plan: Plan, seed: int) -> Iterator[tuple[str, Identity, Problem]]:

@@ -4,16 +4,18 @@ identities.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import flashgen
+from flashgen.codegen.explain.counts import Shape
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.spec import Spec
 from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem, run_poisoned
-from flashgen.runtime.ops.op import Identity
+from flashgen.runtime.ops.mla_decode.values import row_blocks
+from flashgen.runtime.ops.op import Example, Identity
 from flashgen.runtime.verify.compare import Accuracy, Results, named
 from flashgen.runtime.verify.subject import Subject
 
@@ -53,6 +55,21 @@ def few_problems(spec: Spec, plan: Plan) -> Iterator[MlaProblem]:
 
 def inputs(problem: MlaProblem, spec: Spec, device: str) -> MlaInputs:
     return problem.make_inputs(device)
+
+
+EXAMPLES = {"decode": {"batch": 1, "seqlen_q": 1, "seqlen_kv": 320, "num_heads_q": 64}}
+
+
+def example(spec: Spec, shape: Shape) -> Example:
+    """On as many SMs as a request has blocks of rows: none is cut, whose parts would have to be resident together."""
+    problem = MlaProblem((shape.seqlen_kv,) * shape.batch, shape.num_heads_q, shape.seqlen_q, spec.page_size,
+                         spec.head_dim_qk, dtype=spec.dtype)
+
+    def prepare() -> Callable[[], object]:
+        x = problem.make_inputs()
+        schedule = flashgen.mla_schedule(x.seqlens_kv, shape.num_heads_q, shape.seqlen_q)
+        return lambda: flashgen.mla_decode(x.q, x.kv_cache, x.seqlens_kv, **x.keywords, schedule=schedule, spec=spec)
+    return Example(prepare, row_blocks(shape.seqlen_q, shape.num_heads_q))
 
 
 def identities(spec: Spec, plan: Plan, seed: int) -> Iterator[tuple[str, Identity, MlaProblem]]:
