@@ -10,12 +10,13 @@ import typer
 
 from flashgen.cli.common import Archs, Output, Table, Variants, command, select
 from flashgen.cli.progress import loading_torch, progress
-from flashgen.errors import EnvironmentError_, SpecError, UnsupportedError
+from flashgen.errors import EnvironmentError_, UnsupportedError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
+    from flashgen.runtime.measure.suite import Bench
 
-ALL_PEERS = "sdpa-fa2,sdpa-cudnn,flex,fa3,fa3-split,torch-varlen"  # bench_device.PEERS, which needs torch
+ALL_PEERS = "sdpa-fa2,sdpa-cudnn,flex,fa3,fa3-split,torch-varlen"  # AttentionBench.peers
 PURPOSE = ("bench times kernels", "flashgen explain gives the roofline without a GPU")
 
 
@@ -43,73 +44,44 @@ def bench(specs: Annotated[list[str] | None, typer.Argument(metavar="[SPEC...]",
     """Time kernels against peers on this machine's GPU; write JSON and a picture below DIR/<gpu>.
 
     Decodes are timed beside FlashMLA, and compared with the marks in benchmarks/marks."""
-    from flashgen.codegen.families.registry import op_of
     from flashgen.runtime.launch.driver import need_device
-    from flashgen.runtime.ops.mla_decode.bench import PEERS as MLA_PEERS
+    from flashgen.runtime.measure.bench import bench as run
+    from flashgen.runtime.measure.bench import write_results
 
-    if not specs:
-        return _bench_variants(problem_grid, peers, timer, out, rounds=rounds, given_commit=given_commit)
-    chosen = select(specs, arch, variant)
-    decodes = op_of(chosen[0]) != "attention"
-    names = _names(peers, tuple(MLA_PEERS) if decodes else ALL_PEERS.split(","))
+    suite, chosen = _suite(specs, arch, variant)
+    names = _names(peers, suite.peers)
+    if data not in suite.data:
+        raise UnsupportedError(f"data {data}", where="--data", allowed=", ".join(suite.data))
+    cases = () if overhead else suite.load(problem_grid, chosen)
     need_device(*PURPOSE)
     with loading_torch():
         from flashgen.runtime.measure.device import CudaDevice
     device = CudaDevice(timer, data)
     if overhead:
         return _overhead(device, out, given_commit)
-    run = _bench_mla if decodes else _bench
-    return run(device, chosen, names, problem_grid, out, rounds=rounds, given_commit=given_commit)
+    stem = suite.stem(problem_grid, data, chosen)
 
+    def store(results: dict[str, Any]) -> Path:
+        return write_results(results, out, stem)
 
-def _bench_mla(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | None, out: Path, **options: Any
-               ) -> Output:
-    from flashgen.codegen.families.registry import passes
-    from flashgen.runtime.measure.bench import results_name, write_results
-    from flashgen.runtime.ops.attention.cases import default_grid
-    from flashgen.runtime.ops.mla_decode.bench import bench as run
-    from flashgen.runtime.ops.mla_decode.bench import load_cases
-
-    if device.data != "normal":
-        raise UnsupportedError(f"data {device.data}", where="--data", allowed="normal, for decodes")
-    family, pass_ = specs[0].family, next(found for found, each in passes().items() if each.op == "mla_decode")
-    cases = load_cases(grid or default_grid(family, pass_))
     with progress("timing", len(cases)) as step:
-        results = run(device, specs, cases, peers, progress=step, **options)
-    path = write_results(results, out, results_name(family, pass_, grid, "normal"))
-    return Output(results, [*mla_tables(results, peers), f"wrote {path}"])
+        results = run(device, suite, chosen, cases, names, rounds=rounds, progress=step, given_commit=given_commit,
+                      **({"store": store} if suite.keeps_rows else {}))
+    path = store(results)
+    return Output(results, [*tables(suite, results, names), f"wrote {path}",
+                            *(_picture(suite, results, path) if suite.picture else [])])
 
 
-def mla_tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
-    """The rows beside the marks and the peers, the means, and who is missing."""
-    from flashgen.runtime.ops.mla_decode.bench import MlaCase, geomeans_by_heads
+def _suite(specs: list[str] | None, arch: list[str] | None, variant: list[str] | None) -> tuple[Bench, list[Spec]]:
+    """The bench of the operation that the first spec answers; without specs, that of a grid which lists variants."""
+    if not specs:
+        from flashgen.runtime.ops.attention.variants import BENCH
 
-    def text(value: float | None, digits: int) -> str:
-        return "" if value is None else f"{value:.{digits}f}"
+        return BENCH, []
+    from flashgen.runtime.ops.registry import bench_of
 
-    names, rows = [name for name in peers if name not in results["absent"]], []
-    for row in results["rows"]:
-        case = MlaCase(**{key: value for key, value in row["case"].items() if key != "variant"})
-        beside = [f"{row['peers'][name]:.4f}" if name in row["peers"] else "refused" for name in names]
-        rows.append((row["case"]["variant"], case.label, f"{row['ours_ms']:.4f}", f"{row['tflops']:.0f}",
-                     f"{row['gbps']:.0f}", text(row["mark_ms"], 4), text(row["speed"], 3), *beside,
-                     *([text(row["ratio"], 3)] if names else [])))
-    columns = ("variant", "case", ">ms", ">TFLOP/s", ">GB/s", ">mark ms", ">speed / mark",
-               *(f">{name} ms" for name in names), *([">speed / peer"] if names else []))
-    parts: list[str | Table] = [
-        f"{results['gpu']}, driver {results['driver']}; marks: {results['marks'] or 'none for this card'}",
-        Table(columns, rows)]
-    for figure, over in (("speed", "the marks"), ("ratio", ", ".join(names))):
-        if means := geomeans_by_heads(results["rows"], figure):
-            each = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
-            parts.append(f"speed over {over}, geometric mean: {each}")
-    return parts + _missing(results)
-
-
-def _missing(results: dict[str, Any]) -> list[str]:
-    """The peers that are absent, and what the others refused."""
-    reasons = {f"refused: {name}: {why}" for row in results["rows"] for name, why in row["refused"].items()}
-    return [*(f"absent: {name}: {reason}" for name, reason in results["absent"].items()), *sorted(reasons)]
+    chosen = select(specs, arch, variant)
+    return bench_of(chosen[0]), chosen
 
 
 def _names(peers: str, known: Sequence[str]) -> list[str]:
@@ -122,97 +94,30 @@ def _names(peers: str, known: Sequence[str]) -> list[str]:
     return names
 
 
-def _bench_variants(grid: str | None, peers: str, timer: str, out: Path, **options: Any) -> Output:
-    """A grid that lists variants, each beside FlexAttention and our own built-in masks."""
-    from flashgen.runtime.launch.driver import need_device
-    from flashgen.runtime.measure.bench import write_results
-    from flashgen.runtime.ops.attention.variants import PEERS, bench_variants, has_variants, load_variants, results_stem
-
-    if grid is None or not has_variants(grid):
-        raise SpecError("no SPEC, and no grid that lists variants", where="bench",
-                        allowed="flashgen bench SPEC..., or --problem-grid GRID with a key `variants`",
-                        nearest="--problem-grid benchmarks/grids/fa3_variants.yaml")
-    names = _names(peers, PEERS)
-    cases = load_variants(grid)
-    need_device(*PURPOSE)
-    with loading_torch():
-        from flashgen.runtime.ops.attention.flex import VariantDevice
-    device = VariantDevice(grid, timer)
-    with progress("timing", len(cases)) as step:
-        results = bench_variants(device, cases, names, timer=timer, progress=step, **options,
-                                 store=lambda found: write_results(found, out, results_stem(grid)))
-    path = write_results(results, out, results_stem(grid))
-    return Output(results, [*variant_tables(results, names), f"wrote {path}"])
-
-
-def variant_tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
-    """The rows, and who is missing."""
+def tables(suite: Bench, results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
+    """The rows, the means, the peers that are absent, and what the others refused."""
     names = [name for name in peers if name not in results["absent"]]
-    rows = [(row["name"], "B{batch} S{seqlen_q}".format(**row["case"]), row["timer"], f"{row['ours_ms']:.4f}",
-             f"{row['tflops']:.0f}",
-             *(cell for name in names for cell in (
-                 (f"{row['peers'][name]:.4f}", f"{row['speed'][name]:.3f}") if name in row["peers"] else ("", ""))))
-            for row in results["rows"]]
-    columns = ("variant", "case", "timer", ">ms", ">TFLOP/s",
-               *(column for name in names for column in (f">{name} ms", ">speed")))
-    reasons = {f"refused: {row['name']}: {name}: {why}" for row in results["rows"]
-               for name, why in row["refused"].items() if why != "no built-in mask gives this answer"}
-    return [f"{results['gpu']}, driver {results['driver']}; seconds: {results['seconds']}", Table(columns, rows),
-            *(f"absent: {name}: {reason}" for name, reason in results["absent"].items()), *sorted(reasons)]
+    columns, rows = suite.columns(names), results["rows"]
+    reasons = {f"refused: {text}" for row in rows for text in suite.refusals(row)}
+    return [f"{results['gpu']}, driver {results['driver']}{suite.heading(results)}",
+            Table(tuple(column.title for column in columns),
+                  [tuple(column.cell(row) for column in columns) for row in rows]),
+            *suite.means(rows, names), *(f"absent: {name}: {why}" for name, why in results["absent"].items()),
+            *sorted(reasons)]
 
 
-def _bench(device: Any, specs: Sequence[Spec], peers: list[str], grid: str | None, out: Path, **options: Any) -> Output:
-    from flashgen.runtime.measure.bench import bench as run
-    from flashgen.runtime.measure.bench import results_name, write_results
+def _picture(suite: Bench, results: dict[str, Any], path: Path) -> list[str]:
     from flashgen.runtime.measure.plot import draw
-    from flashgen.runtime.ops.attention.cases import default_grid, load_grid
 
-    family, pass_ = specs[0].family, specs[0].pass_
-    cases = load_grid(grid or default_grid(family, pass_))
-    with progress("timing", len(cases)) as step:
-        results = run(device, specs, cases, peers, progress=step, **options)
-    path = write_results(results, out, results_name(family, pass_, grid, device.data))
-    notes = [f"wrote {path}"]
     try:
-        notes.append(f"wrote {draw(results, path.with_suffix('.png'))}")
+        return [f"wrote {draw(suite, results, path.with_suffix('.png'))}"]
     except EnvironmentError_ as err:  # the figures are there: a picture is an extra
-        notes.append(f"warning: {err}")
-    return Output(results, [*tables(results, peers), *notes])
-
-
-def tables(results: dict[str, Any], peers: Sequence[str]) -> list[str | Table]:
-    """The rows, the means, and who is missing."""
-    from flashgen.runtime.measure.bench import case_of
-
-    names = [name for name in peers if name not in results["absent"]]
-    rows = [(row["case"]["variant"], case_of(row).shape, f"{row['ours_ms']:.4f}", f"{row['tflops']:.0f}",
-             f"{row['gbps']:.0f}",
-             *(f"{row['peers'][name]:.4f}" if name in row["peers"] else "refused" for name in names),
-             "" if row["ratio"] is None else f"{row['ratio']:.3f}") for row in results["rows"]]
-    columns = ("variant", "case", ">ms", ">TFLOP/s", ">GB/s", *(f">{name} ms" for name in names), ">speed / best peer")
-    data = "" if results["data"] == "normal" else f", {results['data']} data"
-    parts: list[str | Table] = [f"{results['gpu']}, driver {results['driver']}{data}", Table(columns, rows)]
-    return parts + _means(results["rows"]) + _missing(results)
-
-
-def _means(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Over all rows, by head dims where there are several, and the row that is worst for us."""
-    from flashgen.runtime.measure.bench import case_of, geomeans, geomeans_by_head_dims, least
-
-    def text(means: dict[str, float]) -> str:
-        return ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
-
-    worst, groups = least(rows), geomeans_by_head_dims(rows)
-    if worst is None:
-        return []
-    return [f"speed over each peer, geometric mean: {text(geomeans(rows))}",
-            *(f"  {name}: {text(means)}" for name, means in groups.items() if means and len(groups) > 1),
-            f"least over the best peer: {worst['ratio']:.3f}, {case_of(worst).label}"]
+        return [f"warning: {err}"]
 
 
 def _overhead(device: Any, out: Path, given_commit: str | None) -> Output:
     from flashgen.runtime.measure.bench import document, write_results
-    from flashgen.runtime.measure.device import measure_overhead
+    from flashgen.runtime.ops.attention.overhead import measure_overhead
 
     found = measure_overhead()
     results = document(device.facts(), given_commit, overhead=found)

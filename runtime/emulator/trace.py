@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 from flashgen.codegen.explain.counts import Shape
-from flashgen.codegen.families.registry import FAMILIES, lower, op_of, passes
+from flashgen.codegen.families.registry import FAMILIES, lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import render
 from flashgen.codegen.spec.spec import Spec
@@ -19,13 +20,11 @@ from flashgen.errors import UnsupportedError
 from flashgen.runtime.emulator.kernel import Statistics, emulated_sms
 from flashgen.runtime.emulator.report import site
 from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
-from flashgen.runtime.ops.attention.problem import Problem
+from flashgen.runtime.ops.registry import op_of
 
 KINDS = ("arithmetic", "exponentials", "tensor cores", "fragments", "shuffles", "copies", "waits")  # Kind of trace.h
 WAITS = KINDS.index("waits")
 BURST_CLOCKS = 200.0  # what one line issues after a longer pause is another tile's
-DEFAULTS = {"attention": {"batch": 1, "seqlen_q": 256, "num_heads_q": 1},
-            "mla_decode": {"batch": 1, "seqlen_q": 1, "seqlen_kv": 320, "num_heads_q": 64}}
 
 
 @dataclass(frozen=True)
@@ -141,14 +140,20 @@ def spans(statistics: Statistics, depth: int = 1) -> list[Span]:
 
 
 def timeline(spec: Spec, sizes: dict[str, Any] | None = None, block: int = 0) -> Timeline:
-    """Of one block of a call. `sizes`: of `explain`, over DEFAULTS. UnsupportedError if the grid has no such block."""
+    """Of one block of a call. `sizes`: of `explain`, over the operation's. UnsupportedError if the grid has no such
+    block."""
+    import torch
+
     op = op_of(spec)
-    if op not in DEFAULTS:
-        raise UnsupportedError(f"{spec.variant} is of pass {spec.pass_}", where="trace", allowed=", ".join(
-            name for name, found in passes().items() if found.op in DEFAULTS))
-    shape, plan = Shape.of(**{**DEFAULTS[op], **(sizes or {})}), lower(spec)
-    with scheduled(Schedule("eager", resident=1, traced_block=block)):
-        rows = (_decode if op == "mla_decode" else _attention)(spec, shape)
+    if spec.pass_ not in op.EXAMPLES:
+        raise UnsupportedError(f"{spec.variant} is of pass {spec.pass_}", where="trace", allowed=", ".join(op.EXAMPLES))
+    shape, plan = Shape.of(**{**op.EXAMPLES[spec.pass_], **(sizes or {})}), lower(spec)
+    example = op.example(spec, shape)
+    sms = emulated_sms(example.num_sms) if example.num_sms else nullcontext()
+    with torch.no_grad(), sms, scheduled(Schedule("eager", resident=1, traced_block=block)):
+        call = example.prepare()
+        with collecting() as rows:
+            call()
     found = spans(rows[0], FAMILIES[plan.family].trace_depth) if rows else []
     if not found:
         raise UnsupportedError(f"block {block} does nothing", where="--block", allowed="a block with work to do",
@@ -156,33 +161,3 @@ def timeline(spec: Spec, sizes: dict[str, Any] | None = None, block: int = 0) ->
     title = f"{plan.kernel_name}: block {block} of a call with " + ", ".join(
         f"{name} {getattr(shape, name)}" for name in ("batch", "seqlen_q", "seqlen_kv", "num_heads_q"))
     return Timeline(plan, title, ["", *render(plan).text.splitlines()], found, rows[0].warps)
-
-
-def _attention(spec: Spec, shape: Shape) -> list[Statistics]:
-    import torch
-
-    import flashgen
-
-    varlen = spec.kv_layout == "varlen"
-    seqlen_q, seqlen_kv = ((n,) * shape.batch if varlen else n for n in (shape.seqlen_q, shape.seqlen_kv))
-    inputs = Problem(shape.batch, seqlen_q, seqlen_kv, shape.num_heads_q, shape.num_heads_kv, spec.head_dim_qk,
-                     spec.head_dim_v or spec.head_dim_qk, spec.causal, shape.window, spec.dtype).make_inputs()
-    with torch.no_grad(), collecting() as rows:
-        flashgen.attention(inputs.q, inputs.k, inputs.v, **inputs.keywords, spec=spec)
-    return rows
-
-
-def _decode(spec: Spec, shape: Shape) -> list[Statistics]:
-    """On as many SMs as a request has blocks of rows: none is cut, whose parts would have to be resident together."""
-    import flashgen
-    from flashgen.codegen.families.flashmla.launch import QuerySizes
-    from flashgen.runtime.ops.mla_decode.problem import MlaProblem
-
-    inputs = MlaProblem((shape.seqlen_kv,) * shape.batch, shape.num_heads_q, shape.seqlen_q, spec.page_size,
-                        spec.head_dim_qk, dtype=spec.dtype).make_inputs()
-    with emulated_sms(QuerySizes(shape.batch, shape.seqlen_q, shape.num_heads_q).row_blocks):
-        schedule = flashgen.mla_schedule(inputs.seqlens_kv, shape.num_heads_q, shape.seqlen_q)
-        with collecting() as rows:
-            flashgen.mla_decode(inputs.q, inputs.kv_cache, inputs.seqlens_kv, **inputs.keywords, schedule=schedule,
-                                spec=spec)
-    return rows

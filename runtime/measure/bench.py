@@ -1,6 +1,7 @@
 """`flashgen bench`: ours and the peers on the same inputs, interleaved in one run. Medians, figures, JSON.
 
-Nothing here touches a GPU: timers, inputs and peers come from device.py, and tests bring their own.
+Nothing here touches a GPU: timers come from device.py; cases, inputs and peers come from an operation (Bench in
+suite.py); tests bring their own.
 """
 from __future__ import annotations
 
@@ -11,16 +12,19 @@ import os
 import re
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from flashgen.errors import EnvironmentError_, UnsupportedError
-from flashgen.runtime.ops.attention.cases import ROOT, Case, is_inline, variants_for
+from flashgen.errors import EnvironmentError_, FlashgenError, UnsupportedError
+from flashgen.runtime.measure.grid import ROOT, is_inline
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
+    from flashgen.runtime.measure.suite import Bench, Job
 
 ROUNDS = 15             # each implementation is timed once per round
 WARMUP_ROUNDS = 3       # clocks and caches settle
@@ -36,9 +40,13 @@ Call = Callable[[], object]
 Run = Callable[[], float]  # one timing: milliseconds per call
 
 
-class Timer(Protocol):
-    def __call__(self, calls: Sequence[Call]) -> Run:
-        """Prepares (captures, warms up) `calls`, one per set of inputs; the Run times them."""
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation. `start` takes a job of the operation and gives a call for each set of its inputs, once
+    the first has run; Refused where it does not serve the case."""
+
+    start: Callable[[Any], Sequence[Call]]
+    versions: tuple[tuple[str, str | None], ...] = ()  # (package, version); None: a folder that is no package
 
 
 class Refused(UnsupportedError):
@@ -48,6 +56,23 @@ class Refused(UnsupportedError):
 def sets_needed(bytes_per_set: int, l2_bytes: int) -> int:
     """Sets of inputs to rotate over, so that L2 holds nothing of a set when its turn comes again."""
     return min(max(1, math.ceil(2 * l2_bytes / bytes_per_set)), SETS_MAX)
+
+
+def repeated(calls: Sequence[Call]) -> list[Call]:
+    """The calls, one for each set of inputs, as often as fills a graph."""
+    return [*calls] * math.ceil(CALLS_PER_GRAPH / len(calls))
+
+
+@contextmanager
+def own_words() -> Iterator[None]:
+    """Whatever a library raises in here is Refused, in its words and those of the cause that it names."""
+    try:
+        yield
+    except FlashgenError:
+        raise
+    except Exception as err:
+        words = [str(one).strip().partition("\n")[0] for one in (err, err.__cause__) if one is not None]
+        raise Refused(": ".join([type(err).__name__, *words])) from err
 
 
 def interleave(runs: Mapping[str, Run], rounds: int = ROUNDS, warmup: int = WARMUP_ROUNDS) -> dict[str, float]:
@@ -65,21 +90,12 @@ def interleave(runs: Mapping[str, Run], rounds: int = ROUNDS, warmup: int = WARM
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def row_of(case: Case, variant: str, medians: Mapping[str, float], refused: Mapping[str, str]) -> dict[str, Any]:
-    """A row of the results. `ratio` is our speed over the best peer's, None without a peer."""
+def figures(medians: Mapping[str, float], refused: Mapping[str, str], flops: int, moved_bytes: int) -> dict[str, Any]:
+    """What every row of the results has. `ratio` is our speed over the best peer's, None without a peer."""
     ours = medians[OURS]
     peers = {name: digits(ms) for name, ms in medians.items() if name != OURS}
-    values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(case).items()}
-    return {"case": {**values, "variant": variant}, "ours_ms": digits(ours),
-            "peers": peers, "refused": dict(refused), "tflops": digits(case.flops / ours / 1e9),
-            "gbps": digits(case.bytes / ours / 1e6), "ratio": digits(min(peers.values()) / ours) if peers else None}
-
-
-def case_of(row: Mapping[str, Any]) -> Case:
-    """The case of a row, also of one that was read from JSON."""
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value
-                              for key, value in row["case"].items() if key != "variant"}
-    return Case(**values)
+    return {"ours_ms": digits(ours), "peers": peers, "refused": dict(refused), "tflops": digits(flops / ours / 1e9),
+            "gbps": digits(moved_bytes / ours / 1e6), "ratio": digits(min(peers.values()) / ours) if peers else None}
 
 
 def digits(value: float) -> float:
@@ -96,14 +112,6 @@ def geomeans(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if row["peers"]:
             ratios.setdefault("best", []).append(min(row["peers"].values()) / row["ours_ms"])
     return {name: statistics.geometric_mean(values) for name, values in ratios.items()}
-
-
-def geomeans_by_head_dims(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """geomeans() of the rows of each pair of head dims, named as in Case.head_dims."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(case_of(row).head_dims, []).append(row)
-    return {name: geomeans(members) for name, members in groups.items()}
 
 
 def least(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -157,48 +165,83 @@ def write_results(results: Mapping[str, Any], directory: str | os.PathLike[str],
 
 
 class Device(Protocol):
-    """What a run needs of the machine; bench_device.CudaDevice, or a stand-in in tests."""
+    """What a run needs of the machine; device.CudaDevice, or a stand-in in tests."""
 
     l2_bytes: int
     num_sms: int
-    data: str  # one of DATA: what inputs() draws
+    timer: str   # of TIMERS
+    data: str    # of DATA: what inputs are drawn
+    place: str   # where tensors go, as torch names it
 
     def facts(self) -> dict[str, Any]: ...
     def archs(self) -> Sequence[str]: ...
-    def absent(self, peer: str) -> str | None: ...
-    def inputs(self, case: Case, sets: int) -> Sequence[Any]: ...
-    def ours(self, case: Case, spec: Spec, inputs: Sequence[Any]) -> Sequence[Call]: ...
-    def peer(self, name: str, case: Case, inputs: Sequence[Any]) -> Sequence[Call]: ...
-    def timer(self, calls: Sequence[Call]) -> Run: ...
+    def timed(self, timer: str, calls: Sequence[Call]) -> Run: ...
     def release(self) -> None: ...
 
 
-def bench(device: Device, specs: Sequence[Spec], cases: Sequence[Case], peers: Sequence[str], *, rounds: int = ROUNDS,
-          progress: Callable[[int, str], None] = lambda done, what: None,
-          given_commit: str | None = None) -> dict[str, Any]:
-    """All cases with all fitting variants: the document that write_results stores.
+def bench(device: Device, suite: Bench, specs: Sequence[Spec], cases: Sequence[Any], peers: Sequence[str], *,
+          rounds: int = ROUNDS, progress: Callable[[int, str], None] = lambda done, what: None,
+          store: Callable[[dict[str, Any]], object] = lambda results: None, given_commit: str | None = None
+          ) -> dict[str, Any]:
+    """All cases with all fitting variants: the document that write_results stores. `store` gets it after every row.
 
-    A peer that is not installed is listed under `absent`, one that refuses a case under that row's `refused`.
+    A peer that is not installed is listed under `absent`, one that refuses a case under that row's `refused`. One that
+    is timed may add its package to `versions`.
     """
-    absent = {name: reason for name in peers if (reason := device.absent(name)) is not None}
-    present = [name for name in peers if name not in absent]
-    work = [(case, spec) for case in cases for spec in variants_for(case, specs, device.archs(), device.num_sms)]
-    rows = []
-    for done, (case, spec) in enumerate(work):
-        progress(done, case.label)
-        rows.append(_measure(device, case, spec, present, rounds))
-        device.release()
-    progress(len(work), "")
-    return document(device.facts(), given_commit, data=device.data, absent=absent, rows=rows)
-
-
-def _measure(device: Device, case: Case, spec: Spec, peers: Sequence[str], rounds: int) -> dict[str, Any]:
-    inputs = device.inputs(case, sets_needed(case.bytes, device.l2_bytes))
-    repeats = math.ceil(CALLS_PER_GRAPH / len(inputs))
-    runs, refused = {OURS: device.timer([*device.ours(case, spec, inputs)] * repeats)}, {}
+    timed, found, absent = suite.timed(), {}, {}
     for name in peers:
         try:
-            runs[name] = device.timer([*device.peer(name, case, inputs)] * repeats)
+            found[name] = timed.find(name)
+        except Refused as err:
+            absent[name] = err.what
+    facts = device.facts()
+    facts["versions"] = {**facts["versions"], **{name: text for peer in found.values() for name, text in peer.versions}}
+    work, start = suite.work(cases, specs, device), time.monotonic()
+    rows: list[dict[str, Any]] = []
+    suite.warm(cases, [*found])
+    seconds = {"compiling": round(time.monotonic() - start, 1)}
+
+    def results() -> dict[str, Any]:
+        return document(facts, given_commit, **suite.notes(device, seconds), absent=absent, rows=rows)
+
+    for done, (case, spec) in enumerate(work):
+        progress(done, case.label)
+        job = timed.job(case, spec, timed.inputs(device, case, spec))
+        rows.append(_measure(device, suite, job, found, rounds))
+        del job  # whose tensors the next case may need the room of
+        device.release()
+        seconds["all"] = round(time.monotonic() - start, 1)
+        store(results())
+    progress(len(work), "")
+    return results()
+
+
+def _measure(device: Device, suite: Bench, job: Job, peers: Mapping[str, Peer], rounds: int) -> dict[str, Any]:
+    """A row. The graphs, which hold tensors, end with this call."""
+    calls, refused = {OURS: job.ours()}, {}
+    for name, peer in peers.items():
+        try:
+            with own_words():
+                calls[name] = peer.start(job)
         except Refused as err:
             refused[name] = err.what
-    return row_of(case, f"{spec.variant}.{spec.arch}", interleave(runs, rounds), refused)
+    timer, runs = _runs(device, calls, refused, device.timer, suite.falls_back)
+    return suite.row(job, interleave(runs, rounds), refused, timer)
+
+
+def _runs(device: Device, calls: Mapping[str, Sequence[Call]], refused: dict[str, str], timer: str, falls_back: bool
+          ) -> tuple[str, dict[str, Run]]:
+    """(the timer, what times each). Where no graph holds a peer's calls, the peer is refused, or, with `falls_back`,
+    all are timed as plain calls."""
+    runs = {}
+    for name, own in calls.items():
+        try:
+            with own_words() if name != OURS else nullcontext():
+                runs[name] = device.timed(timer, repeated(own))
+        except Refused as err:
+            if falls_back and timer != "events":
+                return _runs(device, calls, refused, "events", False)
+            if name == OURS:
+                raise
+            refused[name] = err.what
+    return timer, runs

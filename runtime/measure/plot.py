@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.errors import EnvironmentError_
-from flashgen.runtime.measure.bench import OURS, case_of
+from flashgen.runtime.measure.bench import OURS
+from flashgen.runtime.measure.suite import Bench
 
 GROUP_INCHES, HEIGHT_INCHES = 0.9, 4.5
 
 
-def series(results: Mapping[str, Any]) -> tuple[list[str], dict[str, list[float | None]]]:
+def series(suite: Bench, results: Mapping[str, Any]) -> tuple[list[str], dict[str, list[float | None]]]:
     """(labels of the cases, TFLOP/s by implementation; None where one has no figure), ours first."""
     rows, labels = results["rows"], []
     names = [OURS, *dict.fromkeys(name for row in rows for name in row["peers"])]
     bars: dict[str, list[float | None]] = {name: [] for name in names}
     for row in rows:
-        case = case_of(row)
+        case = suite.case_of(row)
         labels.append(case.label)
         times = {OURS: row["ours_ms"], **row["peers"]}
         for name in names:
@@ -25,14 +26,14 @@ def series(results: Mapping[str, Any]) -> tuple[list[str], dict[str, list[float 
     return labels, bars
 
 
-def draw(results: Mapping[str, Any], path: Path) -> Path:
+def draw(suite: Bench, results: Mapping[str, Any], path: Path) -> Path:
     """Write the PNG. EnvironmentError_ without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as err:
         raise EnvironmentError_(f"no picture: matplotlib cannot be imported ({err})", where=str(path),
                                 next="pip install flashgen[plots]") from err
-    labels, bars = series(results)
+    labels, bars = series(suite, results)
     figure = Figure(figsize=(3 + GROUP_INCHES * len(labels), HEIGHT_INCHES), layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(bars)

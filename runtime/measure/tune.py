@@ -4,7 +4,6 @@ Nothing here touches a GPU: the device, the compiler and the check are arguments
 """
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -13,25 +12,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashgen.codegen.explain.candidates import Candidate, Candidates
-from flashgen.codegen.explain.counts import Shape
 from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import CompileError, UnsupportedError, VerifyError
 from flashgen.runtime.compile.build import BuildResult, build_specs
 from flashgen.runtime.measure.bench import (
-    CALLS_PER_GRAPH,
     ROUNDS,
     WARMUP_ROUNDS,
     Device,
     Run,
     document,
     interleave,
-    sets_needed,
+    repeated,
 )
-from flashgen.runtime.ops.attention.cases import Case
+from flashgen.runtime.measure.suite import Bench, Case
+from flashgen.runtime.ops.registry import bench_of, op_of
 
 NOISE = 0.01           # two runs of the same kernel differ by this much
-CHECK_WINDOW = (97, 30)
-MANY_HEADS = (45, 9)   # with three query tiles and three sequences: several tiles for every persistent block
 
 Step = Callable[[int, str], None]                          # (done so far, what)
 Phase = Callable[[str, int], AbstractContextManager[Step]]  # (title, total): cli.common.progress
@@ -59,7 +55,7 @@ class Tuning:
     """`ranked`: fastest first. `present` is the one of them that the variant gets today, None if it cannot be had."""
 
     found: Candidates
-    cases: tuple[Case, ...]
+    cases: tuple[Any, ...]     # of the operation
     ranked: tuple[Timed, ...]
     unbuilt: tuple[Fault, ...]
     wrong: tuple[Fault, ...]
@@ -88,11 +84,6 @@ class Tuning:
                 "considered": self.found.considered, "dropped": [asdict(row) for row in self.found.dropped]}
 
 
-def case_of(spec: Spec, shape: Shape) -> Case:
-    return Case(shape.batch, shape.seqlen_q, shape.seqlen_kv, shape.num_heads_q, shape.num_heads_kv, spec.head_dim_qk,
-                spec.head_dim_v, spec.causal, shape.window, spec.dtype)
-
-
 def build(specs: Sequence[Spec], jobs: int | None, step: Step) -> list[BuildResult]:
     """In parallel processes, into the cache that calls look kernels up in."""
     from flashgen.runtime.select.lookup import default_cache
@@ -102,24 +93,20 @@ def build(specs: Sequence[Spec], jobs: int | None, step: Step) -> list[BuildResu
 
 def check(candidate: Candidate) -> None:
     """VerifyError unless the kernel keeps the accuracy contract on a small problem and on one of many tiles."""
-    from flashgen.runtime.ops.attention.problem import Problem
-    from flashgen.runtime.verify.compare import check as against_reference
-    from flashgen.runtime.verify.subject import run_poisoned
+    from flashgen.runtime.verify.compare import check as against_truth
+    from flashgen.runtime.verify.subject import Subject
     from flashgen.runtime.verify.verify import current_device
 
-    spec, tile, device = candidate.spec, candidate.tiling, current_device()[0]
-    window = CHECK_WINDOW if spec.window else (-1, -1)
-    for batch, seqlen_q, seqlen_kv, heads in ((2, tile.m + 17, (tile.stages + 2) * tile.n + 5, (4, 2)),
-                                              (3, 2 * tile.m + 1, 2 * tile.n + 1, MANY_HEADS)):
-        problem = Problem(batch, seqlen_q, seqlen_kv, *heads, spec.head_dim_qk, spec.head_dim_v, causal=spec.causal,
-                          window=window, dtype=spec.dtype)
-        inputs = problem.make_inputs(device)
-        out, lse = run_poisoned(inputs, spec=spec, lse=spec.lse)
-        against_reference(out, lse, inputs, label=f"{spec.variant}.{spec.arch}, {problem}",
-                          rerun="flashgen tune ... --write spec FILE, then flashgen verify FILE")
+    spec, op = candidate.spec, op_of(candidate.spec)
+    subject = Subject(spec, current_device()[0])
+    for problem in op.few_problems(spec, candidate.plan):
+        inputs = op.inputs(problem, spec, subject.device)
+        against_truth(op.run(subject, inputs), inputs, label=f"{spec.variant}.{spec.arch}, {problem}",
+                      rerun="flashgen tune ... --write spec FILE, then flashgen verify FILE")
 
 
-def tune(device: Device, found: Candidates, *, rounds: int = ROUNDS, jobs: int | None = None,
+def tune(device: Device, found: Candidates, *, suite: Bench | None = None, rounds: int = ROUNDS,
+         jobs: int | None = None,
          phase: Phase = lambda title, total: nullcontext(lambda done, what: None),
          build: Callable[[Sequence[Spec], int | None, Step], list[BuildResult]] = build,
          check: Callable[[Candidate], None] = check) -> Tuning:
@@ -131,7 +118,8 @@ def tune(device: Device, found: Candidates, *, rounds: int = ROUNDS, jobs: int |
     if found.spec.arch not in device.archs():
         raise UnsupportedError(f"{found.spec.variant} is for {found.spec.arch}", where="--arch",
                                allowed=", ".join(device.archs()) + ", which is what this device runs")
-    cases = tuple(case_of(found.spec, shape) for shape in found.shapes)
+    suite = suite or bench_of(found.spec)
+    cases = tuple(suite.case_for(found.spec, shape) for shape in found.shapes)
     with phase("building", len(found.kept)) as step:
         results = build([candidate.spec for candidate in found.kept], jobs, step)
     failed = unbuilt(results)
@@ -144,18 +132,18 @@ def tune(device: Device, found: Candidates, *, rounds: int = ROUNDS, jobs: int |
         for done, candidate in enumerate(tuple(standing)):
             step(done, candidate.spec.variant)
             _keep_if_right(candidate, standing, wrong, check)
-    times = _times(device, standing, wrong, cases, rounds, phase)
+    times = _times(device, suite, standing, wrong, cases, rounds, phase)
     ranked = sorted((Timed(c, tuple(times[c.spec.variant])) for c in standing), key=lambda timed: timed.mean_ms)
     return Tuning(found, cases, tuple(ranked), failed, tuple(wrong), document(device.facts()))
 
 
-def _times(device: Device, standing: list[Candidate], wrong: list[Fault], cases: Sequence[Case], rounds: int,
-           phase: Phase) -> dict[str, list[float]]:
+def _times(device: Device, suite: Bench, standing: list[Candidate], wrong: list[Fault], cases: Sequence[Case],
+           rounds: int, phase: Phase) -> dict[str, list[float]]:
     """Median ms of each candidate, case by case. Every round of a case times each of them once."""
     times: dict[str, list[float]] = {c.spec.variant: [] for c in standing}
     with phase("timing", len(cases) * len(standing) * (rounds + WARMUP_ROUNDS)) as step:
         for number, case in enumerate(cases):
-            runs = _runs(device, standing, wrong, case)
+            runs = _runs(device, suite, standing, wrong, case)
             before = number * len(times) * (rounds + WARMUP_ROUNDS)
             for name, ms in interleave(_announced(runs, step, before, case.label), rounds).items():
                 times[name].append(ms)
@@ -164,12 +152,13 @@ def _times(device: Device, standing: list[Candidate], wrong: list[Fault], cases:
     return times
 
 
-def _runs(device: Device, standing: list[Candidate], wrong: list[Fault], case: Case) -> dict[str, Run]:
-    inputs = device.inputs(case, sets_needed(case.bytes, device.l2_bytes))
-    repeats, runs = math.ceil(CALLS_PER_GRAPH / len(inputs)), {}
+def _runs(device: Device, suite: Bench, standing: list[Candidate], wrong: list[Fault], case: Case) -> dict[str, Run]:
+    timed, runs = suite.timed(), {}
+    inputs = timed.inputs(device, case, standing[0].spec)
 
     def prepare(candidate: Candidate) -> None:
-        runs[candidate.spec.variant] = device.timer([*device.ours(case, candidate.spec, inputs)] * repeats)
+        calls = timed.job(case, candidate.spec, inputs).ours()
+        runs[candidate.spec.variant] = device.timed(device.timer, repeated(calls))
 
     for candidate in tuple(standing):
         _keep_if_right(candidate, standing, wrong, prepare)

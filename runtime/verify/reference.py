@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from flashgen.runtime.verify.changes import Changes, Place
+from flashgen.runtime.verify.compare import Expected, Truth
 
+LSE_ABSOLUTE = 1e-5     # for scores of unit variance; the rounding of q . k in fp32 grows with what multiplies it
 CHUNK_SCORES = 1 << 24  # scores alive at once: 128 MiB in fp64, so that long sequences fit beside their kernel
 
 # (queries [b, h_kv, group, rows, d], keys [b, h_kv, n, d], values [b, h_kv, n, d_v], mask [rows, n], scale, changes,
@@ -39,6 +41,15 @@ def lowprec(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False, wind
     """The output of plain matmul, softmax, matmul in q's dtype; its NaN and inf positions mean nothing."""
     return _attend(q, k, v, causal, window, softmax_scale, cu_seqlens_q, cu_seqlens_kv, q.dtype, _block_lowprec,
                    changes or Changes())[0]
+
+
+def expected(out: Tensor, lse: Tensor, plain: Tensor, head_dim: int, softmax_scale: float | None) -> Truth:
+    """What `reference` and `lowprec` gave, as the comparison takes it. Dense or varlen, as in `reference`."""
+    scale = head_dim ** -0.5 if softmax_scale is None else softmax_scale
+    out_axes, lse_axes = ((("batch", "row", "head", "column"), ("batch", "head", "row")) if out.dim() == 4 else
+                          (("token", "head", "column"), ("head", "token")))
+    return {"out": Expected(out, out_axes, plain),
+            "lse": Expected(lse, lse_axes, absolute=LSE_ABSOLUTE * max(1.0, scale * head_dim ** 0.5))}
 
 
 def visible(seqlen_q: int, seqlen_kv: int, *, causal: bool | str = False, window: tuple[int, int] = (-1, -1),

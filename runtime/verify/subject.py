@@ -1,19 +1,17 @@
-"""What is verified: one variant on one device or on the emulator, and a call of it from poisoned memory."""
+"""What is verified: one variant on one device or on the emulator; and memory that shows what a call left unwritten."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import flashgen
 from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule, scheduled
-from flashgen.runtime.ops.attention.problem import Inputs
+from flashgen.runtime.verify.compare import Results, check_bits
 
 NAN = float("nan")
 
@@ -42,21 +40,20 @@ class Subject:
     def label(self, problem: object) -> str:
         return f"{self.spec.variant}.{self.spec.arch}, seed {self.seed}, {problem}"
 
-    def run(self, inputs: Inputs, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return run_poisoned(inputs, spec=self.spec, lse=self.spec.lse, out=out)
+    def same(self, problem: object, what: str, actual: Results, expected: Results) -> None:
+        """VerifyError unless both results hold the same bits."""
+        for name, right in expected.items():
+            check_bits(actual[name], right, f"{name} ({what})", label=self.label(problem), rerun=self.rerun)
 
 
-def run_poisoned(inputs: Inputs, *, spec: Spec | None = None, lse: bool = True,
-                 out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """(out, lse or None) of flashgen.attention, into memory that held NaN before."""
-    q, v = inputs.q, inputs.v
-    if out is None:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    out.fill_(NAN)
-    if lse:  # the call allocates lse itself; the caching allocator hands it this block again
-        torch.full((q.numel() // max(1, q.shape[-1]),), NAN, dtype=torch.float32, device=q.device)
-    result: Any = flashgen.attention(q, inputs.k, v, **inputs.keywords, return_lse=lse, out=out, spec=spec)
-    returned, returned_lse = result if lse else (result, None)
+def poisoned(out: Tensor, lse_elements: int) -> Tensor:
+    """`out`, filled with NaN. The call allocates lse itself; the caching allocator hands it a block of NaN."""
+    torch.full((lse_elements,), NAN, dtype=torch.float32, device=out.device)
+    return out.fill_(NAN)
+
+
+def same_tensor(returned: Tensor, out: Tensor, call: str) -> Tensor:
+    """`out`, where a call returned the tensor that it was given."""
     if returned.data_ptr() != out.data_ptr():
-        raise UnsupportedError("attention did not return the tensor given as out", where="out")
-    return out, returned_lse
+        raise UnsupportedError(f"{call} did not return the tensor given as out", where="out")
+    return out

@@ -28,10 +28,10 @@ from flashgen.errors import PlanError, UnsupportedError
 from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule
 from flashgen.runtime.ops.attention.edges import company_problem, edge_lengths, masks
+from flashgen.runtime.ops.attention.op import alone_and_in_company, future_keys, head_major, spread, strided
 from flashgen.runtime.ops.attention.problem import Problem
 from flashgen.runtime.verify.compare import check_bits
 from flashgen.runtime.verify.subject import Subject
-from flashgen.runtime.verify.verify import alone_and_in_company, future_keys, head_major, spread, strided
 
 PLANS = distinct_plans("fa3")
 

@@ -12,9 +12,9 @@ from flashgen.errors import UnsupportedError
 from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule
 from flashgen.runtime.ops.attention.edges import company_problem
+from flashgen.runtime.ops.attention.op import alone_and_in_company, future_keys, head_major, spread, strided
 from flashgen.runtime.verify.compare import check_bits
 from flashgen.runtime.verify.subject import Subject
-from flashgen.runtime.verify.verify import alone_and_in_company, future_keys, head_major, spread, strided
 
 LENGTHS = ((1, 300), (5, 200), (70, 90), (70, 40))  # one query; one tile; several, with fewer keys than queries too
 

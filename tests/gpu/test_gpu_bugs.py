@@ -12,10 +12,9 @@ import torch
 from kit import attend, solved, verified
 from torch import Tensor
 
-from flashgen.runtime.ops.attention.problem import Inputs, Problem
-from flashgen.runtime.verify.compare import check, check_bits
-from flashgen.runtime.verify.subject import run_poisoned
-from flashgen.runtime.verify.verify import head_major, spread
+from flashgen.runtime.ops.attention.op import head_major, spread
+from flashgen.runtime.ops.attention.problem import Inputs, Problem, run_poisoned
+from flashgen.runtime.verify.compare import check, check_bits, named
 
 pytestmark = pytest.mark.gpu
 LAYOUTS = pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
@@ -156,7 +155,7 @@ def test_b020_max_seqlen_is_only_a_hint(hint: int, device: str) -> None:
     inputs = Problem(3, (40, 700, 2), (40, 700, 9), 4, 2, causal=True).make_inputs(device)
     out = torch.full_like(inputs.q, math.nan)
     _, lse = attend(inputs, max_seqlen_q=hint, max_seqlen_kv=hint, out=out, return_lse=True)
-    check(out, lse, inputs)
+    check(named(out, lse), inputs)
 
 
 # 32-bit overflow, grid limits
@@ -208,7 +207,7 @@ def test_b032_more_query_tiles_than_a_grid_side(cuda: str) -> None:
     out, lse = run_poisoned(inputs)
     assert lse is not None and not out.isnan().any() and lse.isfinite().all()
     for part in (slice(0, 999), slice(rows // 2, rows // 2 + 999), slice(rows - 999, rows)):
-        check(out[:, part], lse[:, :, part], inputs.with_(q=inputs.q[:, part]))
+        check(named(out[:, part], lse[:, :, part]), inputs.with_(q=inputs.q[:, part]))
 
 
 def test_b032_more_sequences_than_a_grid_side(cuda: str) -> None:

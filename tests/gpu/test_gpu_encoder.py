@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashgen
 from flashgen.runtime.ops.attention.problem import Inputs
-from flashgen.runtime.verify.compare import check
+from flashgen.runtime.verify.compare import check, named
 
 COSINE = 0.9999
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -70,7 +70,7 @@ def test_flashgen_in_the_encoder(folder: Path, dtype: torch.dtype, device: str,
         nonlocal calls
         calls += 1
         out, lse = flashgen.attention(q, k, v, **cu_seqlens, return_lse=True)
-        check(out, lse, Inputs(q, k, v, **cu_seqlens), label=f"encoder layer {calls}")
+        check(named(out, lse), Inputs(q, k, v, **cu_seqlens), label=f"encoder layer {calls}")
         return out
 
     encoder, ids = bert.Encoder.load(folder, device), bert.tokens(folder)

@@ -21,18 +21,19 @@ from flashgen.codegen.families.registry import lower
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.runtime.launch.tensor_map import fits_maps
-from flashgen.runtime.measure.device import draw
-from flashgen.runtime.ops.attention.cases import Case
+from flashgen.runtime.ops.attention.bench import Case
 from flashgen.runtime.ops.attention.edges import Mask, company_problem, masks, tile_shape
-from flashgen.runtime.ops.attention.problem import Inputs, Problem
+from flashgen.runtime.ops.attention.op import alone_and_in_company, head_major, spread
+from flashgen.runtime.ops.attention.problem import Inputs, Problem, run_poisoned
+from flashgen.runtime.ops.attention.timed import draw
 from flashgen.runtime.select.lookup import why
 from flashgen.runtime.select.selector import Wanted
-from flashgen.runtime.verify.compare import check, check_bits
-from flashgen.runtime.verify.subject import Subject, run_poisoned
-from flashgen.runtime.verify.verify import alone_and_in_company, head_major, spread, verify_spec
+from flashgen.runtime.verify.compare import check, check_bits, named
+from flashgen.runtime.verify.subject import NAN, Subject
+from flashgen.runtime.verify.verify import verify_spec
 
 pytestmark = pytest.mark.gpu
-SMS, NAN = 132, float("nan")  # SMs of the whole card: fewer only make more tiles per block
+SMS = 132  # of the whole card: fewer only make more tiles per block
 FULL, CAUSAL, TOP_LEFT = (False, (-1, -1)), (True, (-1, -1)), ("top_left", (-1, -1))
 
 SHIPPED = [(path, spec) for path in shipped_spec_paths() for spec in load_specs(path).specs if spec.family == "fa3"]
@@ -176,7 +177,7 @@ def test_scores_that_grow_fall_or_stand_out(data: str, spec: Spec, device: str) 
     out, lse = run(spec, inputs)
     # The same scores written as a scale of 8, which is what the contract's bound on lse goes by.
     scaled = inputs.with_(q=inputs.q / 8, softmax_scale=8 * spec.head_dim_qk**-0.5)
-    check(out, lse, scaled, label=f"{spec.variant}, {data}, {case.label}")
+    check(named(out, lse), scaled, label=f"{spec.variant}, {data}, {case.label}")
 
 
 # The same call, the same bits

@@ -8,8 +8,8 @@ from large_scores import PATTERNS, SOFT, inputs_of, judge, mla_inputs_of
 from mla_kit import MLA_SPECS
 
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
-from flashgen.runtime.ops.mla_decode.verify import run_poisoned as run_mla
-from flashgen.runtime.verify.subject import run_poisoned
+from flashgen.runtime.ops.attention.problem import run_poisoned
+from flashgen.runtime.ops.mla_decode.problem import run_poisoned as run_mla
 
 pytestmark = pytest.mark.gpu
 ORDINARY = [spec for path in shipped_spec_paths() for spec in load_specs(path).specs

@@ -17,9 +17,9 @@ import flashgen
 from flashgen.codegen.spec.spec import Spec
 from flashgen.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem, check_mla
-from flashgen.runtime.ops.mla_decode.verify import layouts
-from flashgen.runtime.verify.compare import check_bits
+from flashgen.runtime.ops.mla_decode.op import layouts
+from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem
+from flashgen.runtime.verify.compare import check, check_bits, named
 from flashgen.runtime.verify.subject import Subject
 from flashgen.runtime.verify.verify import verify_spec
 
@@ -193,7 +193,7 @@ def test_b089_a_graph_serves_other_lengths(heads: int, cuda: str) -> None:
             inputs.seqlens_kv.copy_(torch.tensor(lengths, dtype=torch.int32))
             out.fill_(math.nan)
             graph.replay()
-            check_mla(out, lse, inputs, label=str(lengths))
+            check(named(out, lse), inputs, label=str(lengths))
             check_bits(out, decode(inputs), "out, graph and eager")
 
 
@@ -202,7 +202,7 @@ def test_a_kept_schedule_in_a_graph(cuda: str) -> None:
     schedule = flashgen.mla_schedule(inputs.seqlens_kv, 16, 2)
     with captured(inputs, schedule=schedule) as (graph, out, lse):
         graph.replay()
-        check_mla(out, lse, inputs)
+        check(named(out, lse), inputs)
     with pytest.raises(UnsupportedError, match="seqlen_q 2"):
         decode(MlaProblem((3,) * 4, 16, 1).make_inputs(cuda), schedule=schedule)
 
@@ -223,12 +223,12 @@ def test_the_compatibility_layer(cuda: str) -> None:
     for _ in range(2):
         out, lse = flash_mla_with_kvcache(inputs.q, inputs.kv_cache[:, :, None], inputs.page_table, inputs.seqlens_kv,
                                           512, meta, causal=True)
-        check_mla(out, lse.masked_fill(torch.isposinf(lse), -math.inf), inputs)
+        check(named(out, lse.masked_fill(torch.isposinf(lse), -math.inf)), inputs)
         assert torch.isposinf(lse[2]).all()
     scaled, same = flash_mla_with_kvcache(inputs.q, inputs.kv_cache[:, :, None], inputs.page_table, inputs.seqlens_kv,
                                           512, meta, causal=True, attn_sink=torch.ones(64, device=cuda))
     check_bits(same, lse, "lse")
-    check_mla(scaled, None, inputs.with_(sink=torch.ones(64, device=cuda)))
+    check(named(scaled, None), inputs.with_(sink=torch.ones(64, device=cuda)))
 
 
 def test_no_call_waits_for_the_device(cuda: str) -> None:

@@ -20,9 +20,8 @@ import flashgen
 from flashgen.codegen.spec.spec import Spec, Tile
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import FlashgenError, PlanError
-from flashgen.runtime.ops.attention.problem import Inputs, Problem
-from flashgen.runtime.verify.compare import check, check_bits
-from flashgen.runtime.verify.subject import run_poisoned
+from flashgen.runtime.ops.attention.problem import Inputs, Problem, run_poisoned
+from flashgen.runtime.verify.compare import check, check_bits, named
 
 pytestmark = pytest.mark.gpu
 SLEEP_CYCLES = 200_000_000  # about 0.1 s: whatever does not wait for it reads the old contents
@@ -119,7 +118,7 @@ def test_b089_replay_with_new_contents(problem: Problem, cuda: str) -> None:
         eager, eager_lse = attend(inputs, return_lse=True)
         check_bits(out, eager, "replayed out")
         check_bits(lse, eager_lse, "replayed lse")
-        check(out, lse, inputs)
+        check(named(out, lse), inputs)
 
 
 @pytest.mark.parametrize("hints", [{}, {"max_seqlen_q": 1, "max_seqlen_kv": 4096}], ids=["no hints", "hints"])
@@ -138,7 +137,7 @@ def test_b089_replay_with_new_lengths(hints: dict[str, int], cuda: str) -> None:
         out.fill_(math.nan)
         lse.fill_(math.nan)
         graph.replay()
-        check(out, lse, inputs, label=f"lengths {queries}, {keys}")
+        check(named(out, lse), inputs, label=f"lengths {queries}, {keys}")
 
 
 # torch.compile and the dispatcher

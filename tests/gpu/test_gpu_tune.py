@@ -16,7 +16,8 @@ from flashgen.codegen.explain.counts import Shape
 from flashgen.codegen.spec.spec import load_specs, shipped_spec_paths
 from flashgen.errors import VerifyError
 from flashgen.runtime.measure import tune as runner
-from flashgen.runtime.verify import subject, verify
+from flashgen.runtime.ops.attention import op
+from flashgen.runtime.verify import verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.time_limit(600)]
 SHAPE = Shape(2, 1024, 1024, 8, 8)
@@ -51,12 +52,11 @@ def test_a_kernel_that_computes_something_else_is_caught(cuda: str, monkeypatch:
     (result,) = runner.build([found.kept[0].spec], None, lambda done, what: None)
     assert result.error is None
     runner.check(found.kept[0])
-    plain: Any = subject.run_poisoned
+    plain: Any = op.run
 
-    def doubled(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out, lse = plain(*arguments, **options)
-        return out * 2, lse
+    def doubled(*arguments: Any) -> dict[str, torch.Tensor]:
+        return {name: x * (2 if name == "out" else 1) for name, x in plain(*arguments).items()}
 
-    monkeypatch.setattr(subject, "run_poisoned", doubled)
+    monkeypatch.setattr(op, "run", doubled)
     with pytest.raises(VerifyError):
         runner.check(found.kept[0])

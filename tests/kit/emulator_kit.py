@@ -29,10 +29,10 @@ from flashgen.runtime.emulator.report import KernelFault
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule, scheduled
 from flashgen.runtime.emulator.toolchain import compile_kernel
 from flashgen.runtime.ops.attention.edges import emulated_problems, tile_shape
-from flashgen.runtime.ops.attention.problem import Inputs, Problem
+from flashgen.runtime.ops.attention.problem import Inputs, Problem, run_poisoned
 from flashgen.runtime.select import lookup
-from flashgen.runtime.verify.compare import check
-from flashgen.runtime.verify.subject import Subject, run_poisoned
+from flashgen.runtime.verify.compare import check, named
+from flashgen.runtime.verify.subject import Subject
 from flashgen.runtime.verify.verify import verify_spec
 
 
@@ -80,7 +80,7 @@ def solve(spec: Spec, inputs: Inputs, schedule: Schedule, label: str = "") -> to
     """`out` of one launch, judged against fp64."""
     with scheduled(schedule):
         out, lse = run_poisoned(inputs, spec=spec, lse=spec.lse)
-    check(out, lse, inputs, label=label or spec.variant)
+    check(named(out, lse), inputs, label=label or spec.variant)
     return out
 
 

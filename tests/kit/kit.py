@@ -17,7 +17,7 @@ from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.select import lookup
 from flashgen.runtime.verify.changes import Changes
-from flashgen.runtime.verify.compare import check
+from flashgen.runtime.verify.compare import check, named
 from flashgen.runtime.verify.reference import reference
 
 SPECIALS = (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf))
@@ -59,10 +59,10 @@ def attend(inputs: Inputs, **more: Any) -> Any:
 def verified(inputs: Inputs, problem: Problem | str = "", *, spec: Spec | None = None,
              lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of flashgen.attention from poisoned memory, judged against fp64; lse is empty if not wanted."""
-    from flashgen.runtime.verify.subject import run_poisoned
+    from flashgen.runtime.ops.attention.problem import run_poisoned
 
     out, found = run_poisoned(inputs, spec=spec, lse=lse)
-    check(out, found, inputs, label=f"{spec.variant if spec else 'attention'}, {problem}",
+    check(named(out, found), inputs, label=f"{spec.variant if spec else 'attention'}, {problem}",
           rerun=f"pytest '{os.environ.get('PYTEST_CURRENT_TEST', '').partition(' ')[0]}'")
     return out, torch.empty(0) if found is None else found
 

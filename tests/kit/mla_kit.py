@@ -10,10 +10,18 @@ from torch import Tensor
 
 import flashgen
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
-from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem, check_mla
+from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem
+from flashgen.runtime.verify.compare import check, named
 
 # Every decode that is shipped, and their schedule.
 MLA_SPECS = tuple(spec for file in ("mla_h100", "mla_h100_caches") for spec in load_specs(spec_path(file)).specs)
+
+
+def truth_of(inputs: MlaInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(out and lse in fp64, out of torch's plain attention in q's dtype)."""
+    truth = inputs.truth()
+    assert truth["out"].plain is not None
+    return truth["out"].exact, truth["lse"].exact, truth["out"].plain
 
 
 def mla_by_reference(q: Tensor, kv_cache: Tensor, seqlens_kv: Tensor | int, *, schedule: Any = None,
@@ -23,9 +31,9 @@ def mla_by_reference(q: Tensor, kv_cache: Tensor, seqlens_kv: Tensor | int, *, s
     if isinstance(seqlens_kv, int):
         seqlens_kv = torch.full((q.shape[0],), seqlens_kv, dtype=torch.int32)
     inputs = MlaInputs(q, kv_cache, seqlens_kv, **keywords)
-    exact, lse, _ = inputs.solve()
+    exact, lse, _ = truth_of(inputs)
     if not lse_counts_sink:
-        lse = inputs.with_(sink=None).solve()[1]
+        lse = truth_of(inputs.with_(sink=None))[1]
     result = exact.to(q.dtype) if out is None else out.copy_(exact)
     return (result, lse.float()) if return_lse else result
 
@@ -37,11 +45,11 @@ def decode(inputs: MlaInputs, **more: Any) -> Any:
 def decoded(inputs: MlaInputs, problem: MlaProblem | str = "", *, spec: Spec | None = None, judged: bool = True,
             **more: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) into memory that held NaN before, judged against fp64."""
-    from flashgen.runtime.ops.mla_decode.verify import run_poisoned
+    from flashgen.runtime.ops.mla_decode.problem import run_poisoned
 
     out, lse = run_poisoned(inputs, spec=spec, **more)
     if judged:
-        check_mla(out, lse, inputs, label=f"{spec.variant if spec else 'mla_decode'}, {problem}",
+        check(named(out, lse), inputs, label=f"{spec.variant if spec else 'mla_decode'}, {problem}",
                   rerun=f"pytest '{os.environ.get('PYTEST_CURRENT_TEST', '').partition(' ')[0]}'")
     return out, lse
 

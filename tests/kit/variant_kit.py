@@ -14,7 +14,7 @@ from flashgen.runtime.emulator.schedule import Schedule, scheduled
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.select import lookup
 from flashgen.runtime.select.variant import Variant
-from flashgen.runtime.verify.compare import check
+from flashgen.runtime.verify.compare import check, named
 
 FAMILIES = ("fa2", "fa3")
 SMALL: dict[str, dict[str, Any]] = {  # tiles so small that short sequences have many
@@ -46,7 +46,7 @@ def solve(variant: Variant, problem: Problem, params: Mapping[str, Any] | None =
         with scheduled(Schedule(policy, problem.seed)):
             result = flashgen.attention(given.q, given.k, given.v, **given.keywords, return_lse=spec.lse, spec=variant)
         out, lse = result if spec.lse else (result, None)
-        check(out, lse, given, label=f"{spec.variant}, {problem}, {spec.expressions.signature}")
+        check(named(out, lse), given, label=f"{spec.variant}, {problem}, {spec.expressions.signature}")
     return out
 
 

@@ -6,14 +6,13 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from flashgen.cli import bench as cli
 from flashgen.cli.app import app
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
 from flashgen.errors import UnsupportedError
@@ -25,11 +24,10 @@ from flashgen.runtime.measure.bench import (
     OURS,
     SETS_MAX,
     Call,
+    Peer,
     Refused,
     Run,
-    case_of,
     geomeans,
-    geomeans_by_head_dims,
     gpu_folder,
     interleave,
     least,
@@ -37,7 +35,8 @@ from flashgen.runtime.measure.bench import (
     sets_needed,
     write_results,
 )
-from flashgen.runtime.ops.attention.cases import Case, load_grid
+from flashgen.runtime.ops import registry
+from flashgen.runtime.ops.attention.bench import AttentionBench, Case, load_grid
 
 settings.register_profile("bench", deadline=None, derandomize=True)
 settings.load_profile("bench")
@@ -108,14 +107,12 @@ def test_host_us_counts_calls_not_waits() -> None:
 
 
 class FakeDevice:
-    """Ours takes 1 ms per GFLOP-equivalent unit of the case, peers a multiple; `b` refuses causal, `c` is absent."""
+    """Timings are what the calls answer."""
 
-    l2_bytes, num_sms = 50 * 2**20, 132
-    factors: ClassVar = {"a": 1.5, "b": 0.5}
+    l2_bytes, num_sms, place = 50 * 2**20, 132, "cpu"
 
     def __init__(self, timer: str = "graph", data: str = "normal") -> None:
-        self.data = data
-        self.sets: list[int] = []
+        self.timer, self.data = timer, data
         self.calls: list[int] = []
 
     def facts(self) -> dict[str, Any]:
@@ -124,33 +121,62 @@ class FakeDevice:
     def archs(self) -> Sequence[str]:
         return ["sm_90a", "sm_90"]
 
-    def absent(self, peer: str) -> str | None:
-        return None if peer in self.factors else f"{peer} is not installed"
-
-    def inputs(self, case: Case, sets: int) -> Sequence[int]:
-        assert sets * case.bytes >= 2 * self.l2_bytes
-        self.sets.append(sets)
-        return range(sets)
-
-    def ours(self, case: Case, spec: Spec, inputs: Sequence[int]) -> Sequence[Call]:
-        assert (spec.head_dim_qk, spec.causal, spec.arch) == (case.head_dim_qk, case.causal, "sm_90")
-        return [lambda: case.flops / 1e12] * len(inputs)
-
-    def peer(self, name: str, case: Case, inputs: Sequence[int]) -> Sequence[Call]:
-        if name == "b" and case.causal:
-            raise Refused("no causal mask")
-        return [lambda: self.factors[name] * case.flops / 1e12] * len(inputs)
-
-    def timer(self, calls: Sequence[Call]) -> Run:
+    def timed(self, timer: str, calls: Sequence[Call]) -> Run:
         self.calls.append(len(calls))
         return calls[0]  # type: ignore[return-value]
 
     def release(self) -> None: ...
 
 
+class FakeJob(NamedTuple):
+    """Ours takes 1 ms per GFLOP-equivalent unit of the case."""
+
+    case: Case
+    spec: Spec
+    inputs: Sequence[Any]
+
+    def ours(self) -> Sequence[Call]:
+        assert (self.spec.head_dim_qk, self.spec.causal, self.spec.arch) == (
+            self.case.head_dim_qk, self.case.causal, "sm_90")
+        return [lambda: self.case.flops / 1e12] * len(self.inputs)
+
+
+class FakeBench(AttentionBench):
+    """Peers take a multiple of ours; `b` refuses causal, `c` is absent."""
+
+    peers = ("a", "b", "c")
+    factors: ClassVar = {"a": 1.5, "b": 0.5}
+
+    def timed(self) -> Any:
+        return self
+
+    def find(self, peer: str) -> Peer:
+        if peer not in self.factors:
+            raise Refused(f"{peer} is not installed")
+
+        def start(job: FakeJob) -> Sequence[Call]:
+            if peer == "b" and job.case.causal:
+                raise Refused("no causal mask")
+            return [lambda: self.factors[peer] * job.case.flops / 1e12] * len(job.inputs)
+        return Peer(start)
+
+    def inputs(self, device: Any, case: Case, spec: Spec) -> Any:
+        return range(sets_needed(case.bytes, device.l2_bytes))
+
+    def job(self, case: Case, spec: Spec, inputs: Any) -> Any:
+        return FakeJob(case, spec, inputs)
+
+
+SUITE = FakeBench()
+
+
+def results_of(peers: Sequence[str], **options: Any) -> dict[str, Any]:
+    return bench.bench(FakeDevice(), SUITE, SPECS, load_grid(GRID), peers, **options)
+
+
 def test_a_run_gives_the_documented_rows() -> None:
     device, seen = FakeDevice(), []
-    results = bench.bench(device, SPECS, load_grid(GRID), ["a", "b", "c"],
+    results = bench.bench(device, SUITE, SPECS, load_grid(GRID), ["a", "b", "c"],
                           progress=lambda done, what: seen.append(done))
     assert {"gpu", "driver", "versions", "commit", "date", "rows"} <= results.keys()
     assert results["absent"] == {"c": "c is not installed"} and seen == list(range(9))
@@ -172,20 +198,20 @@ def test_means_over_the_rows_that_have_a_peer() -> None:
 
 
 def test_means_by_head_dims_and_the_worst_row() -> None:
-    results = bench.bench(FakeDevice(), SPECS, load_grid(GRID), ["a", "b"])
-    by_dims = geomeans_by_head_dims(results["rows"])
+    results = results_of(["a", "b"])
+    by_dims = SUITE.geomeans_by_head_dims(results["rows"])
     assert list(by_dims) == ["D64", "D128"]
     for means in by_dims.values():  # b serves the full half only, where it is the best
         assert means == pytest.approx({"a": 1.5, "b": 0.5, "best": (1.5 * 0.5) ** 0.5}, rel=0.01)
     worst = least(results["rows"])
     assert worst is not None and worst["ratio"] == min(row["ratio"] for row in results["rows"])
-    assert least(bench.bench(FakeDevice(), SPECS, load_grid(GRID), [])["rows"]) is None
+    assert least(results_of([])["rows"]) is None
 
 
 def test_a_row_gives_its_case_back() -> None:
     for case in (Case(2, (3, 5), (3, 5), 4, 2, 192, 128, True, (7, -1), "fp16"), Case(1, 2, 3, 1, 1, 8, 8)):
-        row = bench.row_of(case, "v.sm_90a", {OURS: 1.0}, {})
-        assert case_of(row) == case_of(json.loads(json.dumps(row))) == case
+        row = SUITE.row(FakeJob(case, SPECS[0], ()), {OURS: 1.0}, {}, "graph")
+        assert SUITE.case_of(row) == SUITE.case_of(json.loads(json.dumps(row))) == case
 
 
 def test_results_of_other_grids_and_data_have_files_of_their_own() -> None:
@@ -202,12 +228,41 @@ def test_a_commit_can_be_given() -> None:
 
 
 def test_our_own_refusal_is_not_swallowed() -> None:
-    class Unable(FakeDevice):
-        def ours(self, case: Case, spec: Spec, inputs: Sequence[int]) -> Sequence[Call]:
+    class Unable(FakeBench):
+        def job(self, case: Case, spec: Spec, inputs: Any) -> Any:
             raise UnsupportedError("cannot")
 
     with pytest.raises(UnsupportedError, match="cannot"):
-        bench.bench(Unable(), SPECS, load_grid(GRID), ["a"])
+        bench.bench(FakeDevice(), Unable(), SPECS, load_grid(GRID), ["a"])
+
+
+class Uncapturable(FakeDevice):
+    """Graphs hold ours alone."""
+
+    def timed(self, timer: str, calls: Sequence[Call]) -> Run:
+        if timer == "graph" and self.calls:
+            raise Refused("cannot be captured in a CUDA graph")
+        return super().timed(timer, calls)
+
+
+def test_a_peer_that_no_graph_holds_is_refused_or_all_are_timed_as_plain_calls() -> None:
+    class FallsBack(FakeBench):
+        falls_back = True
+
+        def row(self, job: Any, medians: Any, refused: Any, timer: str) -> dict[str, Any]:
+            return {**super().row(job, medians, refused, timer), "timer": timer}
+
+    case = load_grid(GRID)[:1]
+    row, = bench.bench(Uncapturable(), SUITE, SPECS, case, ["a"])["rows"]
+    assert row["peers"] == {} and row["refused"] == {"a": "cannot be captured in a CUDA graph"}
+    row, = bench.bench(Uncapturable(), FallsBack(), SPECS, case, ["a"])["rows"]
+    assert [*row["peers"]] == ["a"] and row["refused"] == {} and row["timer"] == "events"
+
+
+def test_results_are_stored_after_every_row() -> None:
+    stored: list[int] = []
+    results_of(["a"], store=lambda results: stored.append(len(results["rows"])))
+    assert stored == [*range(1, 9)]
 
 
 def test_gpu_folder() -> None:
@@ -224,7 +279,7 @@ def test_results_are_replaced_as_a_whole(tmp_path: Path) -> None:
 def on_a_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_device, "CudaDevice", FakeDevice)
     monkeypatch.setattr(driver, "need_device", lambda purpose, nearest: None)
-    monkeypatch.setattr(cli, "ALL_PEERS", "a,b,c")
+    monkeypatch.setattr(registry, "bench_of", lambda spec: SUITE)
 
 
 def test_command_writes_json_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +321,7 @@ def test_without_matplotlib_the_figures_are_still_written(tmp_path: Path, monkey
 def test_series_of_the_picture() -> None:
     from flashgen.runtime.measure.plot import series
 
-    results = bench.bench(FakeDevice(), SPECS, load_grid(GRID), ["a", "b"])
-    labels, bars = series(results)
+    results = results_of(["a", "b"])
+    labels, bars = series(SUITE, results)
     assert len(labels) == 8 and list(bars) == [OURS, "a", "b"] and all(len(values) == 8 for values in bars.values())
     assert [value is None for value in bars["b"]] == [row["case"]["causal"] for row in results["rows"]]

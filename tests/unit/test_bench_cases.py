@@ -8,7 +8,8 @@ import pytest
 from flashgen.codegen.mask import visible_pairs
 from flashgen.codegen.spec.spec import load_specs, spec_path
 from flashgen.errors import SpecError, UnsupportedError
-from flashgen.runtime.ops.attention.cases import ROOT, Case, default_grid, load_grid, variants_for
+from flashgen.runtime.measure.grid import ROOT, default_grid
+from flashgen.runtime.ops.attention.bench import Case, load_grid, variants_for
 
 SPECS = load_specs(spec_path("fa2_fwd")).specs
 FA3_SPECS = [spec for name in ("fa3_fwd", "fa3_fwd_d192_v128") for spec in load_specs(spec_path(name)).specs]

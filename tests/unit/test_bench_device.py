@@ -8,25 +8,30 @@ from typing import Any
 
 import pytest
 import torch
+from kit import attention_by_reference
 
+import flashgen
 from flashgen.cli.bench import ALL_PEERS
 from flashgen.codegen.spec.spec import load_specs, spec_path
+from flashgen.errors import VerifyError
 from flashgen.runtime.measure import bench
 from flashgen.runtime.measure import device as bench_device
 from flashgen.runtime.measure.bench import Refused
-from flashgen.runtime.ops.attention.cases import Case, load_grid
+from flashgen.runtime.ops.attention import overhead, timed
+from flashgen.runtime.ops.attention.bench import BENCH, Case, load_grid
+from flashgen.runtime.ops.attention.timed import Inputs, draw
 from flashgen.runtime.verify.reference import reference
 
 SPECS = load_specs(spec_path("fa2_fwd")).specs
 
 
 def test_peers_by_name() -> None:
-    assert ",".join(bench_device.PEERS) == ALL_PEERS
+    assert ",".join(timed.PEERS) == ",".join(BENCH.peers) == ALL_PEERS
 
 
 def test_peers_refuse_masks_they_align_otherwise() -> None:
     for name in ("sdpa-fa2", "sdpa-cudnn"):
-        prepare = bench_device.PEERS[name][1]
+        prepare = timed.PEERS[name][1]
         with pytest.raises(Refused, match="top-left"):
             prepare(Case(1, 4, 8, 1, 1, 64, 64, causal=True))
         with pytest.raises(Refused, match="window"):
@@ -35,9 +40,9 @@ def test_peers_refuse_masks_they_align_otherwise() -> None:
         with pytest.raises(Refused, match="packed"):
             prepare(Case(1, (4,), (4,), 1, 1, 64, 64))
     with pytest.raises(Refused, match="packed"):
-        bench_device.PEERS["flex"][1](Case(1, (4,), (4,), 1, 1, 64, 64))
+        timed.PEERS["flex"][1](Case(1, (4,), (4,), 1, 1, 64, 64))
     with pytest.raises(Refused, match="sdpa-fa2"):
-        bench_device.PEERS["torch-varlen"][1](Case(1, 4, 8, 1, 1, 64, 64))
+        timed.PEERS["torch-varlen"][1](Case(1, 4, 8, 1, 1, 64, 64))
 
 
 SMALL_CASES = [Case(2, 33, 33, 4, 2, 16, 16), Case(1, 33, 33, 2, 2, 16, 16, causal=True),
@@ -56,10 +61,10 @@ def test_peers_answer_the_same_question(name: str, case: Case, monkeypatch: pyte
     def normal(seqlen: int, heads: int) -> torch.Tensor:
         return torch.randn(case.batch, seqlen, heads, 16, generator=generator)
 
-    x = bench_device.Inputs(normal(case.seqlen_q, case.num_heads_q), normal(case.seqlen_kv, case.num_heads_kv),
+    x = Inputs(normal(case.seqlen_q, case.num_heads_q), normal(case.seqlen_kv, case.num_heads_kv),
                             normal(case.seqlen_kv, case.num_heads_kv), torch.empty(0))
     try:
-        attend = bench_device._flex(case, "cpu") if name == "flex" else bench_device._sdpa("MATH")(case)
+        attend = timed._flex(case, "cpu") if name == "flex" else timed._sdpa("MATH")(case)
     except Refused:
         assert name == "sdpa" and (case.window != (-1, -1) or case.seqlen_q != case.seqlen_kv)
         return
@@ -79,12 +84,12 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 
 
 def test_fa3_is_found_under_either_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (absent, prepare), (_, splitting) = (bench_device.PEERS[name] for name in ("fa3", "fa3-split"))
+    (absent, prepare), (_, splitting) = (timed.PEERS[name] for name in ("fa3", "fa3-split"))
     assert "fa3_fwd_interface" in (absent() or "")
     (tmp_path / "fa3_fwd_interface.py").write_text(FA3_STUB)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert absent() is None
-    x = bench_device.Inputs("q", "k", "v", "out", "cu_q", "cu_kv")  # type: ignore[arg-type]
+    x = Inputs("q", "k", "v", "out", "cu_q", "cu_kv")  # type: ignore[arg-type]
     assert prepare(SMALL_CASES[2])(x) == ("q", "k", "v", True, (-1, -1), 1)
     assert prepare(SMALL_CASES[3])(x) == ("q", "k", "v", False, (5, 3), 1)
     assert splitting(SMALL_CASES[4])(x) == ("q", "k", "v", True, (5, 0), 0)
@@ -107,7 +112,7 @@ def test_torch_varlen_takes_windows_and_packed_sequences(monkeypatch: pytest.Mon
         monkeypatch.setattr(module, "varlen_attn", function)
         for case in (window, packed):
             try:
-                bench_device._torch_varlen(case, "cpu")(bench_device.draw(case, "normal", generator))
+                timed._torch_varlen(case, "cpu")(draw(case, "normal", generator))
             except Refused:
                 assert function is older and case is window
     assert found == [((6, 2, 8), (8, 1, 8), [0, 3, 6], [0, 4, 8], 3, 4, (5, 0), True),
@@ -117,7 +122,7 @@ def test_torch_varlen_takes_windows_and_packed_sequences(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("case", [Case(2, 300, 400, 4, 2, 16, 8), Case(2, (300, 1), (400, 200), 4, 2, 16, 8)],
                          ids=["dense", "varlen"])
 def test_drawn_inputs(case: Case) -> None:
-    drawn = {data: bench_device.draw(case, data, torch.Generator().manual_seed(0)) for data in bench.DATA}
+    drawn = {data: draw(case, data, torch.Generator().manual_seed(0)) for data in bench.DATA}
     normal = drawn["normal"]
     assert normal.q.dtype == torch.bfloat16 and normal.out.isnan().all() and normal.out.shape[-1] == 8
     rows = (2, 400) if not case.varlen else (600,)
@@ -137,13 +142,61 @@ def test_drawn_inputs(case: Case) -> None:
 def test_the_empty_op_takes_the_arguments_of_ours() -> None:
     q = torch.empty(1, 16, 1, 64, device="meta")
     for _ in range(2):  # its library goes, and can come again
-        with bench_device._empty_op() as empty:
+        with overhead._empty_op() as empty:
             assert empty(q, q, q, None, None, 0, -1, -1, 0.125, "", out=q) is None
     import flashgen.runtime.ops.attention.call  # noqa: F401  defines ours
 
     ours = torch.ops.flashgen.attention_out.default._schema
-    with bench_device._empty_op():
+    with overhead._empty_op():
         assert str(torch.ops.flashgen_bench.empty.default._schema).partition("(")[2] == str(ours).partition("(")[2]
+
+
+class OnCpu:
+    """A device whose timings are made up, so that the rest of a run can be looked at."""
+
+    l2_bytes, num_sms, timer, data, place = 3 * 10**5, 132, "events", "growing", "cpu"
+
+    def facts(self) -> dict[str, Any]:
+        return {"gpu": "NVIDIA H200", "driver": "580.1", "versions": {"torch": "2"}}
+
+    def archs(self) -> list[str]:
+        return ["sm_90"]
+
+    def timed(self, timer: str, calls: Any) -> Any:
+        for call in calls:
+            call()
+        return lambda: 0.25
+
+    def release(self) -> None: ...
+
+
+def test_a_run_draws_calls_and_asks_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it but the kernels and the timers."""
+    seen: list[Any] = []
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> Any:
+        seen.append((q, keywords["spec"].variant, keywords["out"].isnan().all()))
+        return attention_by_reference(q, k, v, **keywords)
+
+    monkeypatch.setattr(flashgen, "attention", ours)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timed, "_fa3_module", lambda: None)
+    grid = ("[{batch: 2, num_heads_q: 2, head_dim_qk: 64, seqlen_q: 100}, "
+            "{lengths: [30, 40], hidden: 64, head_dim_qk: 64}]")
+    results = bench.bench(OnCpu(), BENCH, SPECS, load_grid(grid), ["sdpa-fa2", "fa3"], rounds=1)
+    dense, packed = results["rows"]
+    assert [*results["absent"]] == ["fa3"] and results["data"] == "growing"
+    assert dense["peers"] == {"sdpa-fa2": 0.25} and dense["refused"] == {} and dense["ratio"] == 1.0
+    assert packed["peers"] == {} and "packed" in packed["refused"]["sdpa-fa2"]
+    first = [q for q, name, poisoned in seen if poisoned]  # each set of inputs is written for the first time once
+    assert {name for _, name, _ in seen} == {"fa2_fwd_bf16_d64", "fa2_fwd_bf16_d64_varlen"}
+    assert [q.shape for q in first].count((2, 100, 2, 64)) == 3 and not torch.equal(first[0], first[1])
+
+
+def test_a_result_that_is_not_finite_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashgen, "attention", lambda *_, **__: None)
+    with pytest.raises(VerifyError, match="out is not finite"):
+        bench.bench(OnCpu(), BENCH, SPECS, [Case(1, 16, 16, 1, 1, 64, 64)], [])
 
 
 # -- on a real GPU
@@ -154,14 +207,15 @@ def test_the_empty_op_takes_the_arguments_of_ours() -> None:
 def test_a_small_run(cuda: str) -> None:
     grid = "{batch: 2, num_heads_q: 4, num_heads_kv: 2, head_dim_qk: 64, seqlen_q: 1024, causal: [false, true]}"
     for timer in ("graph", "events"):
-        results = bench.bench(bench_device.CudaDevice(timer), SPECS, load_grid(grid), ["sdpa-fa2", "fa3"], rounds=3)
+        device = bench_device.CudaDevice(timer)
+        results = bench.bench(device, BENCH, SPECS, load_grid(grid), ["sdpa-fa2", "fa3"], rounds=3)
         for row in results["rows"]:
             assert row["ours_ms"] > 0 and math.isfinite(row["tflops"]) and "sdpa-fa2" in row["peers"]
 
 
 @pytest.mark.gpu
 def test_overhead_is_near_that_of_an_empty_op(cuda: str) -> None:
-    found = bench_device.measure_overhead()
+    found = overhead.measure_overhead()
     assert 0 < found["empty_op_us"] < found["attention_out_us"] < 100  # the target, 15 us beyond, is the bench's
 
 

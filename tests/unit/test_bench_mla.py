@@ -13,28 +13,26 @@ from typing import Any
 
 import pytest
 import torch
-from mla_kit import MLA_SPECS
+from mla_kit import MLA_SPECS, truth_of
 
 import flashgen
 from flashgen.cli import bench as cli
 from flashgen.errors import SpecError, UnsupportedError
-from flashgen.runtime.measure.bench import Refused, gpu_folder, results_name
-from flashgen.runtime.ops.attention.cases import ROOT, default_grid
+from flashgen.runtime.measure.bench import Call, Peer, Refused, bench, gpu_folder
+from flashgen.runtime.measure.grid import ROOT, default_grid
 from flashgen.runtime.ops.mla_decode import bench as bench_mla
+from flashgen.runtime.ops.mla_decode import timed
 from flashgen.runtime.ops.mla_decode.bench import (
-    Decode,
+    BENCH,
+    DecodeBench,
     MlaCase,
-    Peer,
-    bench,
-    find_flashmla,
     geomeans_by_heads,
     load_cases,
-    make_decode,
     marks_for,
-    row_of,
     variant_for,
 )
 from flashgen.runtime.ops.mla_decode.problem import MlaInputs
+from flashgen.runtime.ops.mla_decode.timed import DecodeJob, Start, inputs, started
 
 SPECS = MLA_SPECS
 MARKS = json.loads((ROOT / "benchmarks" / "marks" / "flashmla_h200.json").read_text())
@@ -93,7 +91,7 @@ def test_the_fast_path_is_timed_unless_another_is_named() -> None:
 class Device:
     """Our calls take 20 us, those of a peer 30; a peer's call "uncapturable" is refused."""
 
-    data = "normal"
+    data, timer, l2_bytes, num_sms, place = "normal", "graph", 1, 132, "cpu"
 
     def __init__(self) -> None:
         self.released = 0
@@ -101,8 +99,11 @@ class Device:
     def facts(self) -> dict[str, Any]:
         return {"gpu": "NVIDIA H200", "driver": "580", "versions": {"torch": "2"}}
 
-    def timer(self, calls: Sequence[Any]) -> Callable[[], float]:
-        assert len(calls) == 8
+    def archs(self) -> Sequence[str]:
+        return ["sm_90a"]
+
+    def timed(self, timer: str, calls: Sequence[Any]) -> Callable[[], float]:
+        assert len(calls) == 8 and timer == "graph"
         if calls[0] == "uncapturable":
             raise Refused("cannot be captured in a CUDA graph: no")
         return lambda: 0.02 if calls[0] == "ours" else 0.03
@@ -111,8 +112,24 @@ class Device:
         self.released += 1
 
 
-def made(case: MlaCase, peer: Callable[[Any], object] = lambda peer: "peer") -> Any:
-    return SimpleNamespace(ours="ours", peer=peer)
+class Made(DecodeBench):
+    """Jobs without tensors."""
+
+    def __init__(self, ours: str = "ours") -> None:
+        super().__init__()
+        self.ours = ours
+
+    def timed(self) -> Any:
+        return self
+
+    def find(self, peer: str) -> Peer:
+        return timed.find(peer)
+
+    def inputs(self, device: Any, case: MlaCase, spec: Any) -> Any:
+        return None
+
+    def job(self, case: MlaCase, spec: Any, inputs: Any) -> Any:
+        return SimpleNamespace(case=case, spec=spec, ours=lambda: [self.ours])
 
 
 CASE = MlaCase(1, 1, 1024, 16)
@@ -122,7 +139,7 @@ RUN: dict[str, Any] = {"rounds": 2, "given_commit": "abc"}
 def test_results_tables_and_means() -> None:
     device, seen = Device(), []
     cases = [CASE, MlaCase(1, 1, 4096, 16), MlaCase(8, 1, 32768, 16), MlaCase(1, 2, 1024, 128)]
-    results = bench(device, SPECS, cases, **RUN, make=lambda case, spec: made(case),  # type: ignore[arg-type]
+    results = bench(device, Made(), SPECS, cases, (), **RUN,
                     progress=lambda done, what: seen.append(what))
     assert device.released == 4 and seen[0] == "H16 Q1 B1 S1024" and results["commit"] == "abc"
     first, _, unmarked, last = results["rows"]
@@ -131,35 +148,32 @@ def test_results_tables_and_means() -> None:
     assert results["absent"] == {} and (first["peers"], first["refused"], first["ratio"]) == ({}, {}, None)
     means = geomeans_by_heads(results["rows"])
     assert means["H16"] == pytest.approx(math.sqrt(0.57 * 1.12)) and [*means] == ["H16", "H128", "all"]
-    head, table, mean = cli.mla_tables(results, [])
+    head, table, mean = cli.tables(BENCH, results, [])
     assert "flashmla_h200.json" in str(head) and isinstance(table, cli.Table) and "H128 0.850" in str(mean)
     assert [row[1] for row in table.rows] == [case.label for case in cases] and table.rows[2][-1] == ""
-    assert results_name("flashmla", "decode", default_grid("flashmla", "decode"), "normal") == "flashmla-decode"
-    row = row_of(cases[0], variant_for(cases[0], SPECS), {"flashgen": 0.01}, {}, None)
+    assert BENCH.stem(default_grid("flashmla", "decode"), "normal", SPECS) == "flashmla-decode"
+    unmarked_job: Any = Made().job(cases[0], variant_for(cases[0], SPECS), None)
+    row = Made().row(unmarked_job, {"flashgen": 0.01}, {}, "graph")
     assert row["gbps"] == pytest.approx(cases[0].bytes / 1e4, rel=1e-4) and geomeans_by_heads([row]) == {}
     assert gpu_folder("NVIDIA H200") == "h200"
 
 
 def test_a_peer_in_rows_tables_and_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it raises leaves its row, and the others, as they are."""
-    def peer(case: MlaCase) -> Callable[[Peer], object]:
-        def call(peer: Peer) -> object:
-            assert peer.package == "vllm"
-            if case.num_heads_q == 64:
-                raise RuntimeError("bf16 only\nand a trace")
-            return "uncapturable" if case.seqlen_q == 2 else "peer"
-        return call
+    def start(job: Any) -> Any:
+        if job.case.num_heads_q == 64:
+            raise RuntimeError("bf16 only\nand a trace")
+        return ["uncapturable" if job.case.seqlen_q == 2 else "peer"]
 
-    monkeypatch.setitem(bench_mla.PEERS, "flashmla", lambda: Peer("vllm", None, lambda x: lambda: x.q))
+    monkeypatch.setattr(timed, "find", lambda peer: Peer(start, (("vllm", None),)))
     cases = [CASE, MlaCase(1, 1, 1024, 64), MlaCase(1, 1, 1024, 128), MlaCase(1, 2, 1024, 128)]
-    results = bench(Device(), SPECS, cases, ["flashmla"], **RUN,  # type: ignore[arg-type]
-                    make=lambda case, spec: made(case, peer(case)))
+    results = bench(Device(), Made(), SPECS, cases, ["flashmla"], **RUN)
     assert results["versions"] == {"torch": "2", "vllm": None} and results["absent"] == {} and json.dumps(results)
     assert [row["peers"] for row in results["rows"]] == [{"flashmla": 0.03}, {}, {"flashmla": 0.03}, {}]
     assert [row["ratio"] for row in results["rows"]] == [1.5, None, 1.5, None]
     assert [row["speed"] is None for row in results["rows"]] == [False] * 4
     assert geomeans_by_heads(results["rows"], "ratio") == pytest.approx({"H16": 1.5, "H128": 1.5, "all": 1.5})
-    _, table, marks, mean, *refused = cli.mla_tables(results, ["flashmla"])
+    _, table, marks, mean, *refused = cli.tables(BENCH, results, ["flashmla"])
     assert isinstance(table, cli.Table) and table.columns[-2:] == (">flashmla ms", ">speed / peer")
     assert [row[-2:] for row in table.rows] == [("0.0300", "1.500"), ("refused", "")] * 2
     assert str(marks).startswith("speed over the marks, geometric mean: H16 0.570, H64 ")
@@ -170,24 +184,22 @@ def test_a_peer_in_rows_tables_and_means(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_ours_is_never_refused() -> None:
     with pytest.raises(Refused, match="captured"):
-        bench(Device(), SPECS, [CASE], **RUN,  # type: ignore[arg-type]
-              make=lambda case, spec: SimpleNamespace(ours="uncapturable"))  # type: ignore[arg-type, return-value]
+        bench(Device(), Made("uncapturable"), SPECS, [CASE], (), **RUN)
 
 
 def test_an_absent_peer_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     only_folder(monkeypatch, tmp_path)
-    results = bench(Device(), SPECS, [CASE], ["flashmla"], **RUN,  # type: ignore[arg-type]
-                    make=lambda case, spec: made(case))
+    results = bench(Device(), Made(), SPECS, [CASE], ["flashmla"], **RUN)
     assert "vllm/_flashmla_C.abi3.so" in results["absent"]["flashmla"] and results["versions"] == {"torch": "2"}
-    _, table, _, absent = cli.mla_tables(results, ["flashmla"])
+    _, table, _, absent = cli.tables(BENCH, results, ["flashmla"])
     assert isinstance(table, cli.Table) and table.columns[-1] == ">speed / mark"
     assert str(absent).startswith("absent: flashmla: neither flash_mla nor")
 
 
 def test_peers_are_named_by_family() -> None:
-    assert cli._names(cli.ALL_PEERS, tuple(bench_mla.PEERS)) == ["flashmla"] and cli._names("", ["flashmla"]) == []
+    assert cli._names(cli.ALL_PEERS, BENCH.peers) == ["flashmla"] and cli._names("", ["flashmla"]) == []
     with pytest.raises(UnsupportedError, match="no peer fa3"):
-        cli._names("fa3", tuple(bench_mla.PEERS))
+        cli._names("fa3", BENCH.peers)
 
 
 # -- where FlashMLA is from
@@ -214,9 +226,9 @@ def test_the_extension_is_found_without_vllm(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     monkeypatch.setattr(torch.ops, "_flashmla_C", SimpleNamespace(dense_decode_fwd=print), raising=False)
     only_folder(monkeypatch, tmp_path)
-    found = find_flashmla()
+    found = timed.find("flashmla")
     assert loaded == [tmp_path / "vllm" / "_flashmla_C.abi3.so"]
-    assert (found.package, found.version) == ("vllm", "0.99" if package else None)
+    assert found.versions == (("vllm", "0.99" if package else None),)
 
 
 def test_what_cannot_be_loaded_is_absent_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -224,11 +236,11 @@ def test_what_cannot_be_loaded_is_absent_in_its_own_words(monkeypatch: pytest.Mo
     (tmp_path / "vllm" / "_flashmla_C.abi3.so").touch()
     only_folder(monkeypatch, tmp_path)
     with pytest.raises(Refused, match=r"OSError: .*_flashmla_C.*: file too short"):
-        find_flashmla()
+        timed.find("flashmla")
     (tmp_path / "flash_mla.py").write_text("import missing_below_it")
     importlib.invalidate_caches()
     with pytest.raises(Refused, match=r"ModuleNotFoundError.*missing_below_it"):  # the package comes first
-        find_flashmla()
+        timed.find("flashmla")
 
 
 # -- its calls
@@ -236,15 +248,23 @@ def test_what_cannot_be_loaded_is_absent_in_its_own_words(monkeypatch: pytest.Mo
 SMALL = MlaCase(2, 2, 96, 4)
 
 
-def decode(monkeypatch: pytest.MonkeyPatch, case: MlaCase = SMALL, spec: Any = None) -> Decode:
+def decode(monkeypatch: pytest.MonkeyPatch, case: MlaCase = SMALL, spec: Any = None) -> DecodeJob:
     """On the CPU, ours played by the reference."""
     def ours(q: torch.Tensor, cache: torch.Tensor, seqlens: torch.Tensor, **keywords: Any) -> None:
         inputs = MlaInputs(q, cache, seqlens, keywords["page_table"], keywords["causal"])
-        keywords["out"].copy_(inputs.solve()[0])
+        keywords["out"].copy_(truth_of(inputs)[0])
 
     monkeypatch.setattr(flashgen, "mla_decode", ours, raising=False)
     monkeypatch.setattr(flashgen, "mla_schedule", lambda *_: None, raising=False)
-    return make_decode(case, spec or variant_for(case, SPECS), "cpu")
+    spec = spec or variant_for(case, SPECS)
+    job = DecodeJob(case, spec, inputs(Device(), case, spec))
+    job.ours()
+    return job
+
+
+def call_of(found: Peer, job: DecodeJob) -> Call:
+    call, = found.start(job)
+    return call
 
 
 def honest(q: torch.Tensor, cache: torch.Tensor, head_dim_v: int, seqlens: torch.Tensor, table: torch.Tensor,
@@ -253,7 +273,7 @@ def honest(q: torch.Tensor, cache: torch.Tensor, head_dim_v: int, seqlens: torch
     pages = -(-int(seqlens.max()) // 64)
     assert q.shape[-1] == 576 and head_dim_v == 512 and cache.shape[1:] == (64, 1, 576)
     assert table.shape[1] > pages and int(table.min()) >= 0 and int(table.max()) < cache.shape[0]
-    return MlaInputs(q, cache.squeeze(2), seqlens, table, causal, softmax_scale).solve()[2]
+    return truth_of(MlaInputs(q, cache.squeeze(2), seqlens, table, causal, softmax_scale))[2]
 
 
 def test_the_extension_is_called_with_the_metadata_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +286,7 @@ def test_the_extension_is_called_with_the_metadata_it_made(monkeypatch: pytest.M
         return honest(*inputs), None, "metadata", "splits"
 
     made, same = decode(monkeypatch), decode(monkeypatch)
-    made.peer(Peer("vllm", None, bench_mla._vllm_start(SimpleNamespace(dense_decode_fwd=op))))()
+    started(timed._vllm_start(SimpleNamespace(dense_decode_fwd=op)), made)()
     assert seen == [None, "metadata", "metadata"]
     assert torch.equal(made.inputs.page_table, same.inputs.page_table)  # type: ignore[arg-type]  # ours, as it was
 
@@ -292,8 +312,8 @@ def test_the_other_extension_is_called_with_metadata_made_beforehand(monkeypatch
     monkeypatch.setattr(torch.ops, "sgl_kernel", SimpleNamespace(get_mla_decoding_metadata=metadata,
                                                                  fwd_kvcache_mla=forward), raising=False)
     only_folder(monkeypatch, tmp_path)
-    call = made.peer(found := find_flashmla())
-    assert found.package == "sgl_kernel" and torch.allclose(call().float(), made.out.float(), atol=0.02)
+    call: Any = call_of(found := timed.find("flashmla"), made)
+    assert found.versions[0][0] == "sgl_kernel" and torch.allclose(call().float(), made.out.float(), atol=0.02)
     assert calls == ["flashmla_ops.abi3.so", "metadata", "forward", "forward"]
 
 
@@ -316,9 +336,9 @@ def test_the_package_is_called_by_both_signatures(monkeypatch: pytest.MonkeyPatc
     made = decode(monkeypatch)
     only_folder(monkeypatch, tmp_path)
     monkeypatch.setitem(sys.modules, "flash_mla", module)
-    found = find_flashmla()
-    assert (found.package, found.version) == ("flash_mla", None)
-    assert torch.allclose(made.peer(found)().float(), made.out.float(), atol=0.02)  # type: ignore[attr-defined]
+    found = timed.find("flashmla")
+    assert found.versions == (("flash_mla", None),)
+    assert torch.allclose(call_of(found, made)().float(), made.out.float(), atol=0.02)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("wrong", [
@@ -326,23 +346,23 @@ def test_the_package_is_called_by_both_signatures(monkeypatch: pytest.MonkeyPatc
 def test_other_work_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
     made = decode(monkeypatch)
     with pytest.raises(Refused, match=r"differs from ours by (0\.|1|nan)"):
-        made.peer(Peer("vllm", None, lambda x: lambda: wrong(made.out)))
-    made.peer(Peer("vllm", None, lambda x: lambda: made.out.mul(1.015)))
+        started(lambda x: lambda: wrong(made.out), made)
+    started(lambda x: lambda: made.out.mul(1.015), made)
 
 
 def test_cases_that_end_the_process_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = Peer("vllm", None, lambda x: pytest.fail("it ran"))
+    ran: Start = lambda x: pytest.fail("it ran")  # noqa: E731
     for case in (MlaCase(8, 1, 32768, 16), MlaCase(32, 1, 8192, 16), MlaCase(256, 1, 1024, 8)):
         with pytest.raises(Refused, match="16 query heads and 256k"):
-            Decode(case, None, None, print).peer(ran)  # type: ignore[arg-type]
+            started(ran, SimpleNamespace(case=case, inputs=None))  # type: ignore[arg-type]
     marked = marks_for("NVIDIA H200")[1]
     made = decode(monkeypatch)
-    fine = Peer("vllm", None, lambda x: lambda: made.out)
     for case in marked:
-        Decode(case, made.inputs, made.out, print).peer(fine)
+        made.case = case
+        started(lambda x: lambda: made.out, made)
 
 
 def test_a_dense_cache_is_not_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = next(spec for spec in SPECS if spec.kv_layout == "dense" and spec.head_dim_qk == 576)
     with pytest.raises(Refused, match="pages only"):
-        decode(monkeypatch, spec=dense).peer(Peer("vllm", None, lambda x: pytest.fail("it ran")))
+        started(lambda x: pytest.fail("it ran"), decode(monkeypatch, spec=dense))

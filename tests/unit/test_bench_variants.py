@@ -13,14 +13,15 @@ import torch
 from typer.testing import CliRunner
 
 from flashgen.cli.app import app
-from flashgen.cli.bench import variant_tables
+from flashgen.cli.bench import tables
 from flashgen.errors import SpecError
-from flashgen.runtime.measure.bench import Refused, write_results
-from flashgen.runtime.measure.device import Inputs, draw
+from flashgen.runtime.measure.bench import Refused, bench, write_results
+from flashgen.runtime.measure.grid import ROOT
 from flashgen.runtime.ops.attention import flex as bench_flex
+from flashgen.runtime.ops.attention import timed
 from flashgen.runtime.ops.attention import variants as bench_variants
-from flashgen.runtime.ops.attention.cases import ROOT
-from flashgen.runtime.ops.attention.variants import VariantCase, load_variants
+from flashgen.runtime.ops.attention.timed import Inputs, draw
+from flashgen.runtime.ops.attention.variants import VariantBench, VariantCase, load_variants
 from flashgen.runtime.verify.changes import Changes
 from flashgen.runtime.verify.reference import reference
 
@@ -31,20 +32,20 @@ SMALL: dict[str, Any] = {"seqlen_q": 160, "seqlen_kv": 160, "num_heads_q": 2, "n
 def small_cases() -> list[VariantCase]:
     found = []
     for case in load_variants(GRID):
-        if case.case.batch == 2:
+        if case.problem.batch == 2:
             values = {**case.values, **({"window": 40} if "window" in case.values else {}),
                       **({"doc": "documents 40"} if "doc" in case.values else {})}
             built_in = case.built_in and {**case.built_in, **({"window": (39, -1)} if "window" in case.values else {})}
-            found.append(replace(case, case=replace(case.case, **SMALL), values=values, built_in=built_in))
+            found.append(replace(case, problem=replace(case.problem, **SMALL), values=values, built_in=built_in))
     return found
 
 
 def test_the_grid() -> None:
     cases = load_variants(GRID)
-    assert {(case.case.batch, case.case.seqlen_q) for case in cases} == {(2, 8192), (1, 16384)}
+    assert {(case.problem.batch, case.problem.seqlen_q) for case in cases} == {(2, 8192), (1, 16384)}
     assert {case.flex for case in cases} == set(bench_variants.FLEX) == set(bench_flex.MODS)
     kinds = {case.spec.expressions.signature if case.spec else "" for case in cases}
-    assert len(kinds) == 8 and all(case.case.head_dim_qk == 128 for case in cases)
+    assert len(kinds) == 8 and all(case.problem.head_dim_qk == 128 for case in cases)
 
 
 @pytest.mark.parametrize("change", [{"wariants": 1}, {"variants": 3}, {"variants": [{"spec": "alibi"}]},
@@ -60,10 +61,10 @@ def test_grids_that_are_none(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: case.name)
 def test_flex_answers_the_same_question(case: VariantCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    x = draw(case.case, "normal", torch.Generator().manual_seed(0))
+    x = draw(case.problem, "normal", torch.Generator().manual_seed(0))
     single = Inputs(x.q.float(), x.k.float(), x.v.float(), x.out)
     changes = Changes.of(case.spec, bench_flex.drawn(case, "cpu")) if case.spec else Changes()
-    expected, _ = reference(single.q, single.k, single.v, causal=case.case.causal, changes=changes)
+    expected, _ = reference(single.q, single.k, single.v, causal=case.problem.causal, changes=changes)
     found = bench_flex.flex(case, "cpu")(single).transpose(1, 2)
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
     if case.built_in:
@@ -88,41 +89,42 @@ def test_documents_do_not_fall() -> None:
     assert not torch.equal(ids[0], ids[1])
 
 
-class OnCpu(bench_flex.VariantDevice):
-    """Kernels emulated, FlexAttention uncompiled, timers made up; one peer cannot be captured."""
+class OnCpu:
+    """Timers made up; one peer cannot be captured."""
 
-    def __init__(self, grid: str, timer: str = "graph", data: str = "normal") -> None:
-        self.l2_bytes, self.data, self.grid, self._first, self._made = 1, data, grid, {}, []
+    l2_bytes, num_sms, timer, data, place = 1, 4, "graph", "normal", "cpu"
+
+    def __init__(self) -> None:
         self.times = itertools.count(1)
 
     def facts(self) -> dict[str, Any]:
         return {"gpu": "NVIDIA H200", "driver": "1", "versions": {}}
 
-    def absent(self, peer: str) -> str | None:
-        return None
+    def archs(self) -> Sequence[str]:
+        return ["sm_90a"]
 
-    def warm(self, cases: Sequence[VariantCase], peers: Sequence[str]) -> None: ...
-
-    def inputs(self, case: Any, sets: int) -> Sequence[Inputs]:
-        return [draw(case.case, self.data, torch.Generator().manual_seed(0))]
-
-    def timed(self, name: str, calls: Sequence[Any]) -> Any:
-        if name == "graph" and next(self.times) % 5 == 0:
+    def timed(self, timer: str, calls: Sequence[Any]) -> Any:
+        if timer == "graph" and next(self.times) % 5 == 0:
             raise Refused("cannot be captured in a CUDA graph")
         return lambda: 0.25
 
     def release(self) -> None: ...
 
 
+class Cold(VariantBench):
+    """Nothing is compiled: kernels are emulated."""
+
+    def warm(self, cases: Sequence[VariantCase], peers: Sequence[str]) -> None: ...
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    own = bench_flex.flex
-    monkeypatch.setattr(bench_flex, "flex", lambda case, device="cpu", made=None: own(case, "cpu", made))
+    monkeypatch.setattr(timed, "find", lambda name: None)
     cases, stored = [case for case in small_cases() if case.name in ("causal by tile classes", "window 1k",
                                                                      "softcap")], []
-    results = bench_variants.bench_variants(OnCpu(GRID), cases, ["flex", "built-in"], rounds=1, store=stored.append)
+    results = bench(OnCpu(), suite := Cold(), (), cases, ["flex", "built-in"], rounds=1, store=stored.append)
     assert [row["name"] for row in results["rows"]] == [case.name for case in cases] and len(stored) == 3
     assert {row["timer"] for row in results["rows"]} == {"graph", "events"}
     for row in results["rows"]:
@@ -131,7 +133,7 @@ def test_a_whole_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert set(results["rows"][0]["peers"]) == {"flex", "built-in"}, results["rows"][0]["refused"]
     text = json.loads(write_results(results, tmp_path, "fa3-variants").read_text())
     assert text["rows"] == results["rows"]
-    assert len(variant_tables(results, ["flex", "built-in"])) >= 2
+    assert len(tables(suite, results, ["flex", "built-in"])) >= 2
 
 
 def test_the_command_asks_for_a_grid() -> None:

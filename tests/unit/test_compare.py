@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashgen.errors import VerifyError
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
-from flashgen.runtime.verify.compare import check, check_bits
+from flashgen.runtime.verify.compare import Accuracy, check, check_bits, named
 from flashgen.runtime.verify.reference import reference, visible
 
 NAN = math.nan
@@ -21,6 +21,10 @@ PROBLEMS = {
     "varlen": Problem(3, (70, 1, 40), (300, 200, 33), 6, 2, causal=True, tail=4, seed=2),
     "window": Problem(2, 70, 300, 6, 2, window=(40, 3), dtype="fp16", seed=3),
 }
+
+
+def judged(out: Tensor, lse: Tensor | None, inputs: Inputs, **more: str) -> Accuracy:
+    return check(named(out, lse), inputs, **more)
 
 
 def rounded(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -54,7 +58,7 @@ def blockwise(inputs: Inputs, block_n: int = 16) -> tuple[Tensor, Tensor]:
 @given(problems(varlen=False))
 def test_a_blockwise_kernel_passes(problem: Problem) -> None:
     inputs = problem.make_inputs()
-    found = check(*blockwise(inputs), inputs)
+    found = judged(*blockwise(inputs), inputs)
     assert found.out_error <= found.out_allowed
 
 
@@ -62,7 +66,7 @@ def test_a_blockwise_kernel_passes(problem: Problem) -> None:
 @given(problems())
 def test_the_rounded_reference_passes(problem: Problem) -> None:
     inputs = problem.make_inputs()
-    found = check(*rounded(inputs), inputs)
+    found = judged(*rounded(inputs), inputs)
     assert found.out_error <= found.out_allowed
 
 
@@ -119,10 +123,10 @@ PLANTS = [_one_element, _one_row_zero, _rows_not_written, _nan, _inf, _heads_swa
 def test_a_planted_fault_is_found(name: str, plant: Callable[[Tensor, Tensor], None]) -> None:
     inputs = PROBLEMS[name].make_inputs()
     out, lse = rounded(inputs)
-    check(out, lse, inputs)
+    judged(out, lse, inputs)
     plant(out, lse)
     with pytest.raises(VerifyError, match=r"^lse at" if "lse" in plant.__name__ else r"^out at"):
-        check(out, lse, inputs)
+        judged(out, lse, inputs)
 
 
 @pytest.mark.parametrize("wrong", [
@@ -130,24 +134,24 @@ def test_a_planted_fault_is_found(name: str, plant: Callable[[Tensor, Tensor], N
 def test_the_wrong_problem_is_found(wrong: dict) -> None:
     inputs = PROBLEMS["dense"].make_inputs()
     with pytest.raises(VerifyError):
-        check(*rounded(inputs.with_(**wrong)), inputs)
+        judged(*rounded(inputs.with_(**wrong)), inputs)
 
 
 @pytest.mark.parametrize("left, right", [(41, 3), (39, 3), (40, 2), (40, 4)])
 def test_a_window_off_by_one_is_found(left: int, right: int) -> None:
     inputs = PROBLEMS["window"].make_inputs()
     with pytest.raises(VerifyError):
-        check(*rounded(inputs.with_(window=(left, right))), inputs)
+        judged(*rounded(inputs.with_(window=(left, right))), inputs)
 
 
 def test_a_fault_in_a_long_row_does_not_hide_behind_short_ones() -> None:
     """Averages over many keys are small: an error that the whole tensor allows can be half of such a row."""
     inputs = Problem(1, 600, 600, 1, 1, causal=True).make_inputs()
     out, lse = rounded(inputs)
-    allowed = check(*blockwise(inputs), inputs).out_allowed
+    allowed = judged(*blockwise(inputs), inputs).out_allowed
     out[0, 590, 0, out[0, 590, 0].abs().argmax()] += 0.9 * allowed
     with pytest.raises(VerifyError, match=r"row 590.*relative to its row"):
-        check(out, lse, inputs)
+        judged(out, lse, inputs)
 
 
 def test_a_fault_in_a_plain_row_does_not_hide_behind_one_that_cancels() -> None:
@@ -157,10 +161,10 @@ def test_a_fault_in_a_plain_row_does_not_hide_behind_one_that_cancels() -> None:
     v[0, :, 0], v[0, 0, 1], v[0, 1, 1] = 1, 1, -3
     inputs = Inputs(q, k, v, softmax_scale=1.0)
     out, lse = rounded(inputs)
-    check(out, lse, inputs)
+    judged(out, lse, inputs)
     out[0, 0, 0, 2] = 1.03125
     with pytest.raises(VerifyError, match=r"head 0, column 2.*: error 3"):
-        check(out, lse, inputs)
+        judged(out, lse, inputs)
 
 
 @pytest.mark.parametrize("lse_value, out_value", [
@@ -168,23 +172,23 @@ def test_a_fault_in_a_plain_row_does_not_hide_behind_one_that_cancels() -> None:
 def test_a_row_without_a_key_is_0_and_minus_inf(lse_value: float, out_value: float) -> None:
     inputs = Problem(1, 5, 2, causal=True).make_inputs()
     out, lse = rounded(inputs)
-    check(out, lse, inputs)
+    judged(out, lse, inputs)
     lse[0, 0, 1], out[0, 1, 0, 3] = lse_value, out_value
     with pytest.raises(VerifyError, match="row 1"):
-        check(out, lse, inputs)
+        judged(out, lse, inputs)
 
 
 def test_nan_of_the_reference_never_counts_as_equal() -> None:
     inputs = PROBLEMS["dense"].make_inputs()
     inputs.v[0, 250, 1, 3] = NAN
     out, lse = rounded(inputs)
-    check(out, lse, inputs)  # NaN where NaN belongs
+    judged(out, lse, inputs)  # NaN where NaN belongs
     finite, wrong = out.nan_to_num(0.0), out.clone()
     wrong[1, 3, 0, 0] += 1  # an error elsewhere is not hidden by the NaN
     everywhere = torch.full_like(out, NAN)
     for bad in (finite, wrong, everywhere):
         with pytest.raises(VerifyError, match=r"^out at"):
-            check(bad, lse, inputs)
+            judged(bad, lse, inputs)
 
 
 def test_form_is_checked_first() -> None:
@@ -192,7 +196,7 @@ def test_form_is_checked_first() -> None:
     out, lse = rounded(inputs)
     for bad_out, bad_lse in ((out.float(), lse), (out[:, 1:], lse), (out, lse.double()), (out, lse.mT)):
         with pytest.raises(VerifyError, match=r"torch.Size|torch.float|torch.bfloat16"):
-            check(bad_out, bad_lse, inputs)
+            judged(bad_out, bad_lse, inputs)
 
 
 def test_the_message_is_enough_to_go_on() -> None:
@@ -200,7 +204,7 @@ def test_the_message_is_enough_to_go_on() -> None:
     out, lse = rounded(inputs)
     out[1, 30, 4, 17] = 3.0
     with pytest.raises(VerifyError) as caught:
-        check(out, lse, inputs, label="fa2_fwd_bf16_d64_causal.sm_90, seed 7", rerun="flashgen verify x --seed 7")
+        judged(out, lse, inputs, label="fa2_fwd_bf16_d64_causal.sm_90, seed 7", rerun="flashgen verify x --seed 7")
     text = str(caught.value)
     for part in ("batch 1, row 30, head 4, column 17", "ours 3.0, reference", "fa2_fwd_bf16_d64_causal.sm_90, seed 7",
                  "next: flashgen verify x --seed 7", "torch's plain attention"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from mla_kit import MLA_SPECS, decode
+from mla_kit import MLA_SPECS, decode, truth_of
 from torch import Tensor
 
 import flashgen
@@ -24,9 +24,10 @@ from flashgen.codegen.program import Step
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import torch_ops
 from flashgen.runtime.ops.mla_decode import call as mla
-from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem, check_mla
+from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem
 from flashgen.runtime.select import lookup
 from flashgen.runtime.select.selector import Wanted
+from flashgen.runtime.verify.compare import check, named
 
 SPECS = {spec.variant: spec for spec in MLA_SPECS}
 PROBLEM = MlaProblem((70, 0, 5), 4, 2, 64, causal=True)
@@ -66,10 +67,10 @@ class Kernel:
 def answer(values: Mapping[str, Any], x: dict[str, Any]) -> None:
     scale, causal = values["scale_log2"] * math.log(2), values["hidden_keys"] > 0
     inputs = MlaInputs(x["q"], x["kv"], x["seqlens"], x["page_table"], causal, scale, x["sink"])
-    out, lse, _ = inputs.solve()
+    out, lse, _ = truth_of(inputs)
     x["out"].copy_(out)
     if x["lse"] is not None:
-        x["lse"].copy_(lse if values["lse_counts_sink"] else inputs.with_(sink=None).solve()[1])
+        x["lse"].copy_(lse if values["lse_counts_sink"] else truth_of(inputs.with_(sink=None))[1])
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_each_cache_has_its_kernel(problem: MlaProblem, variant: str, stage: Sta
     inputs = problem.make_inputs()
     out, lse = decode(inputs, return_lse=True)
     assert stage.variants == ["mla_h100_schedule", variant]
-    check_mla(out, lse, inputs)
+    check(named(out, lse), inputs)
     schedule, decoding = stage.launches
     assert decoding[2]["schedule"] is schedule[2]["schedule"] and schedule[2]["seqlens"] is inputs.seqlens_kv
 
@@ -154,7 +155,7 @@ def test_strides_and_sizes(stage: Stage) -> None:
     cache = inputs.kv_cache
     wide = torch.zeros(cache.shape[0], 2, 64, 1, 592, dtype=cache.dtype)[:, 1, :, :, :576].copy_(cache[:, :, None])
     out, lse = decode(inputs.with_(kv_cache=wide, softmax_scale=0.25), return_lse=True)
-    check_mla(out, lse, inputs.with_(softmax_scale=0.25))
+    check(named(out, lse), inputs.with_(softmax_scale=0.25))
     _, values, tensors = stage.launches[-1]
     assert values["kv_outer_stride"] == 2 * 64 * 592 and values["kv_row_stride"] == 592
     assert values["q_outer_stride"] == 8 * 576 and values["q_row_stride"] == 576 and values["q_rows"] == 8
@@ -183,7 +184,7 @@ def test_queries_and_tables_that_no_kernel_reads_are_copied(change: str, stage: 
         table = torch.cat((table, table), 1)[:, :table.shape[1]]
     changed = inputs.with_(q=q, page_table=table)
     out, lse = decode(changed, return_lse=True)
-    check_mla(out, lse, changed)
+    check(named(out, lse), changed)
     _, values, tensors = stage.launches[-1]
     assert tensors["q"].is_contiguous() and tensors["page_table"].is_contiguous()  # type: ignore[union-attr]
     assert (tensors["q"] is q) is (change == "table") and values["q_row_stride"] == 576

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_kit import mla_by_reference
+from mla_kit import mla_by_reference, truth_of
 
 from flashgen.errors import VerifyError
-from flashgen.runtime.ops.mla_decode.problem import GARBAGE_IDS, MlaInputs, MlaProblem, check_mla
+from flashgen.runtime.ops.mla_decode.problem import GARBAGE_IDS, MlaInputs, MlaProblem
+from flashgen.runtime.verify.compare import check, named
 
 PROBLEMS = [
     MlaProblem((5, 0, 130, 1), 3, 2, 64, causal=True), MlaProblem((70, 3), 2, 1, 16, sink=True, dtype="fp16"),
@@ -39,7 +40,7 @@ def written_out(x: MlaInputs, i: int, row: int, head: int) -> tuple[torch.Tensor
 @pytest.mark.parametrize("problem", PROBLEMS, ids=repr)
 def test_every_row_is_the_sum_written_out(problem: MlaProblem) -> None:
     x = problem.make_inputs()
-    out, lse, plain = x.solve()
+    out, lse, plain = truth_of(x)
     for i in range(len(problem.lengths)):
         for row in range(problem.seqlen_q):
             for head in range(problem.num_heads_q):
@@ -66,12 +67,12 @@ def test_inputs_are_hostile_where_nothing_counts(problem: MlaProblem) -> None:
 
 def test_a_sink_takes_its_share_and_no_more() -> None:
     x = replace(PROBLEMS[0], causal=False).make_inputs()
-    plain, lse, _ = x.solve()
+    plain, lse, _ = truth_of(x)
     for sink, share in ((-math.inf, 1.0), (math.inf, 0.0)):
-        out, found, _ = x.with_(sink=torch.full((3,), sink)).solve()
+        out, found, _ = truth_of(x.with_(sink=torch.full((3,), sink)))
         torch.testing.assert_close(out, plain * share)
         assert torch.equal(found, lse if sink < 0 else torch.full_like(lse, math.inf))
-    out, found, _ = x.with_(sink=lse[0, :, 0].float()).solve()
+    out, found, _ = truth_of(x.with_(sink=lse[0, :, 0].float()))
     torch.testing.assert_close(out[0, 0], plain[0, 0] / 2, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[1], lse[0, :, :1].float().double().expand(3, 2))
 
@@ -79,9 +80,9 @@ def test_a_sink_takes_its_share_and_no_more() -> None:
 def test_a_request_alone_is_the_request_in_company() -> None:
     for problem in PROBLEMS:
         x = problem.make_inputs()
-        out, lse, _ = x.solve()
+        out, lse, _ = truth_of(x)
         for i in range(len(problem.lengths)):
-            alone, alone_lse, _ = x.request(i).solve()
+            alone, alone_lse, _ = truth_of(x.request(i))
             assert torch.equal(alone[0], out[i]) and torch.equal(alone_lse[0], lse[i])
 
 
@@ -89,9 +90,9 @@ def test_wrong_results_are_refused() -> None:
     problem = PROBLEMS[1]
     x = problem.make_inputs()
     out, lse = mla_by_reference(x.q, x.kv_cache, x.seqlens_kv, **x.keywords, return_lse=True)
-    found = check_mla(out, lse, x)
+    found = check(named(out, lse), x)
     assert 0 < found.out_error <= found.out_allowed and found.lse_error < 1e-6
     for wrong_out, wrong_lse, words in ((out + 0.1, lse, "out at"), (out, lse / math.log(2), "lse at"),
                                         (out.where(out != out[1, 0, 1, 7], math.nan), lse, "NaN in 1 wrong places")):
         with pytest.raises(VerifyError, match=words):
-            check_mla(wrong_out, wrong_lse, x, label="here")
+            check(named(wrong_out, wrong_lse), x, label="here")

@@ -39,7 +39,7 @@ from flashgen.codegen.mask import query_tiles
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Step
 from flashgen.codegen.spec.spec import load_specs, spec_path
-from flashgen.runtime.ops.attention.cases import ROOT
+from flashgen.runtime.measure.grid import ROOT
 
 FULL = Cutting(192, 64, False, False, 128, 128, 2)
 STEP = FULL.step_clocks

@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,18 +29,18 @@ from flashgen.runtime.measure import device as bench_device
 from flashgen.runtime.measure import tune as runner
 from flashgen.runtime.measure import tune_write
 from flashgen.runtime.measure.bench import WARMUP_ROUNDS, Call, Run
-from flashgen.runtime.ops.attention.cases import Case
+from flashgen.runtime.ops.attention.bench import AttentionBench, Case
 
 # -- measuring
 
 
 class FakeDevice:
-    """Times come from `speed`, ms by variant; `order` is the sequence of timings."""
+    """Times come from the calls; `order` is the sequence of timings."""
 
-    l2_bytes, num_sms, data = 1, 132, "normal"
+    l2_bytes, num_sms, data, timer, place = 1, 132, "normal", "graph", "cpu"
 
-    def __init__(self, speed: Callable[[Spec, Case], float], nonfinite: str = "") -> None:
-        self.speed, self.nonfinite, self.order = speed, nonfinite, []  # type: ignore[var-annotated]
+    def __init__(self) -> None:
+        self.order: list[str] = []
 
     def facts(self) -> dict[str, Any]:
         return {"gpu": "NVIDIA H200", "driver": "580.1", "versions": {"torch": "2"}}
@@ -47,22 +48,34 @@ class FakeDevice:
     def archs(self) -> Sequence[str]:
         return ["sm_90a", "sm_90"]
 
-    def inputs(self, case: Case, sets: int) -> Sequence[int]:
-        return range(sets)
-
-    def ours(self, case: Case, spec: Spec, inputs: Sequence[int]) -> Sequence[Call]:
-        if spec.variant == self.nonfinite:
-            raise VerifyError("out is not finite")
-
-        def call() -> float:
-            self.order.append(spec.variant)
-            return self.speed(spec, case)
-        return [call] * len(inputs)
-
-    def timer(self, calls: Sequence[Call]) -> Run:
+    def timed(self, timer: str, calls: Sequence[Call]) -> Run:
         return calls[0]  # type: ignore[return-value]
 
     def release(self) -> None: ...
+
+
+class FakeBench(AttentionBench):
+    def __init__(self, order: list[str], speed: Callable[[Spec, Case], float], nonfinite: str = "") -> None:
+        self.order, self.speed, self.nonfinite = order, speed, nonfinite
+        self.drawn: list[Case] = []
+
+    def timed(self) -> Any:
+        return self
+
+    def inputs(self, device: Any, case: Case, spec: Spec) -> Any:
+        self.drawn.append(case)
+        return range(1)
+
+    def job(self, case: Case, spec: Spec, inputs: Any) -> Any:
+        def call() -> float:
+            self.order.append(spec.variant)
+            return self.speed(spec, case)
+
+        def ours() -> Sequence[Call]:
+            if spec.variant == self.nonfinite:
+                raise VerifyError("out is not finite")
+            return [call]
+        return SimpleNamespace(ours=ours)
 
 
 def all_build(specs: Sequence[Spec], jobs: int | None, step: runner.Step) -> list[BuildResult]:
@@ -79,9 +92,12 @@ def by_keys(spec: Spec, case: Case) -> float:
 
 
 def measured(limit: int = 6, **options: Any) -> tuple[runner.Tuning, FakeDevice]:
-    device = FakeDevice(options.pop("speed", by_keys), options.pop("nonfinite", ""))
-    arguments = {"build": all_build, "check": right, "rounds": 4, **options}
-    return runner.tune(device, found_for("fa3_fwd_bf16_d128", limit=limit), **arguments), device  # type: ignore[arg-type]
+    device = FakeDevice()
+    suite = FakeBench(device.order, options.pop("speed", by_keys), options.pop("nonfinite", ""))
+    arguments = {"suite": suite, "build": all_build, "check": right, "rounds": 4, **options}
+    tuning = runner.tune(device, found_for("fa3_fwd_bf16_d128", limit=limit), **arguments)
+    assert suite.drawn == [*tuning.cases]  # candidates share the inputs of a case
+    return tuning, device
 
 
 def test_ranking_is_by_the_geometric_mean() -> None:
@@ -141,20 +157,21 @@ def test_a_wrong_kernel_is_listed_and_never_ranked() -> None:
 
 
 def test_the_check_judges_against_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashgen.runtime.verify import subject, verify
+    from flashgen.runtime.ops.attention import op
+    from flashgen.runtime.verify import verify
 
     monkeypatch.setattr(verify, "current_device", lambda: ("cpu", 90))
     monkeypatch.setattr(flashgen, "attention", attention_by_reference)
     candidate = found_for("fa3_fwd_bf16_d64_window", limit=1).kept[0]
     runner.check(candidate)
-    plain = subject.run_poisoned
+    plain = op.run
 
-    def late(inputs: Any, **options: Any) -> Any:  # a value that is off by a few roundings in one place
-        out, lse = plain(inputs, **options)
-        out[-1, -1, -1, -1] += 0.05
-        return out, lse
+    def late(subject: Any, inputs: Any) -> Any:  # a value that is off by a few roundings in one place
+        results = plain(subject, inputs)
+        results["out"][-1, -1, -1, -1] += 0.05
+        return results
 
-    monkeypatch.setattr(subject, "run_poisoned", late)
+    monkeypatch.setattr(op, "run", late)
     with pytest.raises(VerifyError, match="column 63"):
         runner.check(candidate)
 
@@ -180,7 +197,7 @@ def test_what_does_not_build_is_counted_by_reason() -> None:
 
 def test_a_variant_for_another_card_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="sm_80"):
-        runner.tune(FakeDevice(by_keys), found_for("fa2_fwd_bf16_d64", "sm_80", 4), build=all_build, check=right)
+        runner.tune(FakeDevice(), found_for("fa2_fwd_bf16_d64", "sm_80", 4), build=all_build, check=right)
 
 
 # -- what is written
@@ -198,10 +215,10 @@ def rows_of(text: str, family: str) -> tuple[Row, ...]:
     ("fa2_fwd_bf16_d128_causal", "sm_90"), ("fa2_fwd_bf16_d32", "sm_89")])
 def test_the_row_gives_the_winner_when_it_stands_in_the_table(variant: str, arch: str,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice(by_keys)
+    device = FakeDevice()
     monkeypatch.setattr(device, "archs", lambda: [arch])
     found = found_for(variant, arch, 9)
-    tuning = runner.tune(device, found, build=all_build, check=right, rounds=1)
+    tuning = runner.tune(device, found, suite=FakeBench([], by_keys), build=all_build, check=right, rounds=1)
     text = tune_write.table_text(tuning)
     assert max(map(len, text.splitlines())) <= 112  # 8 columns of indentation come on top
     (row,) = rows_of(text, found.spec.family)
@@ -219,7 +236,8 @@ def test_the_row_gives_the_winner_when_it_stands_in_the_table(variant: str, arch
 @pytest.mark.parametrize(("variant", "arch"), [("fa3_fwd_bf16_d128_split", "sm_90a"),
                                                ("fa2_fwd_bf16_d192v128_window", "sm_90")])
 def test_the_written_spec_is_the_winner(variant: str, arch: str, tmp_path: Path) -> None:
-    tuning = runner.tune(FakeDevice(by_keys), found_for(variant, arch, 5), build=all_build, check=right, rounds=1)
+    tuning = runner.tune(FakeDevice(), found_for(variant, arch, 5), suite=FakeBench([], by_keys), build=all_build,
+                         check=right, rounds=1)
     path = tmp_path / "tuned.yaml"
     tune_write.write_new(path, tune_write.spec_text(tuning))
     (spec,) = load_specs(path).specs
@@ -284,8 +302,8 @@ def test_without_a_gpu_it_names_the_dry_run() -> None:
 
 @pytest.fixture
 def on_a_fake_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    tune = functools.partial(runner.tune, build=all_build, check=right)
-    monkeypatch.setattr(bench_device, "CudaDevice", lambda: FakeDevice(by_keys))
+    tune = functools.partial(runner.tune, suite=FakeBench([], by_keys), build=all_build, check=right)
+    monkeypatch.setattr(bench_device, "CudaDevice", FakeDevice)
     monkeypatch.setattr(driver, "need_device", lambda purpose, nearest: None)
     monkeypatch.setattr(runner, "tune", tune)
     monkeypatch.setattr(runner, "build", all_build)

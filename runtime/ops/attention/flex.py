@@ -1,4 +1,4 @@
-"""The GPU side of variants.py: values for parameters, FlexAttention as a person would write it, and our calls.
+"""The GPU side of variants.py: values for parameters, our calls, and FlexAttention as a person would write it.
 
 `python -m flashgen.runtime.ops.attention.flex GRID NAME` compiles FlexAttention for one variant of a grid and ends:
 several of these at once fill torch's cache of compiled kernels, so that the timing process does not wait for each.
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flashgen
 from flashgen.codegen.expr.evaluate import evaluate
 from flashgen.codegen.expr.tree import names_of
-from flashgen.codegen.spec.spec import load_specs, spec_path
-from flashgen.errors import FlashgenError, SpecError, VerifyError
-from flashgen.runtime.measure.bench import OURS, Call, Refused, Run
-from flashgen.runtime.measure.device import PEERS, TIMERS, CudaDevice, Inputs, draw
-from flashgen.runtime.ops.attention.variants import VariantCase, load_variants
+from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
+from flashgen.errors import SpecError, VerifyError
+from flashgen.runtime.measure.bench import Call, Peer, Refused
+from flashgen.runtime.ops.attention import timed
+from flashgen.runtime.ops.attention.timed import AttentionJob, Inputs, draw
+from flashgen.runtime.ops.attention.variants import NO_MASK, VariantCase, load_variants
 from flashgen.runtime.verify.changes import Changes, Place
 
 ROWS_AT_ONCE = 1024        # of a mask whose pairs are counted
@@ -49,13 +49,13 @@ def drawn(case: VariantCase, device: str | torch.device) -> dict[str, Any]:
 
 
 def _slopes(case: VariantCase, _: float) -> Tensor:
-    heads = case.case.num_heads_q
+    heads = case.problem.num_heads_q
     return torch.tensor([2.0 ** (-8 * (head + 1) / heads) for head in range(heads)])
 
 
 def _documents(case: VariantCase, mean: float) -> Tensor:
     """Ids [batch, keys] of documents whose lengths are exponential with this mean, but 16 at least."""
-    batch, keys = case.case.batch, case.case.lengths[0][1]
+    batch, keys = case.problem.batch, case.problem.lengths[0][1]
     generator = torch.Generator().manual_seed(0)
     ids = torch.empty(batch, keys, dtype=torch.int32)
     for row in ids:
@@ -66,7 +66,7 @@ def _documents(case: VariantCase, mean: float) -> Tensor:
 
 
 def _prefix(case: VariantCase, part: float) -> Tensor:
-    return torch.full((case.case.batch,), int(part * case.case.lengths[0][1]), dtype=torch.int32)
+    return torch.full((case.problem.batch,), int(part * case.problem.lengths[0][1]), dtype=torch.int32)
 
 
 _DRAW: dict[str, Callable[[VariantCase, float], Tensor]] = {"slopes": _slopes, "documents": _documents,
@@ -114,7 +114,7 @@ def flex(case: VariantCase, device: str = "cuda", made: list[float] | None = Non
     the kernels; `made` gets the milliseconds that this takes, the second time."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    problem = case.case
+    problem = case.problem
     if case.flex not in MODS:
         raise Refused(f"no score_mod and mask_mod are written down for {case.flex or case.name}")
     score_mod, mask_mod = MODS[case.flex](drawn(case, device))
@@ -136,92 +136,53 @@ def _wall_ms(work: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-# -- the device
+# -- a case on the device
 
 
-class VariantDevice(CudaDevice):
-    """The current CUDA device, for bench_variants."""
+class VariantJob(AttentionJob):
+    """`made`: milliseconds that the block mask of FlexAttention took to make."""
 
-    def __init__(self, grid: str, timer: str = "graph", data: str = "normal") -> None:
-        super().__init__(timer, data)
-        self.grid = grid
-        self._first: dict[str, Tensor] = {}  # result of ours on the first inputs of the case at hand
-        self._made: list[float] = []         # milliseconds that its block mask took to make
+    def __init__(self, case: VariantCase, spec: Spec | None, inputs: Sequence[Inputs]) -> None:
+        super().__init__(case, spec, inputs)
+        self.made: list[float] = []
 
-    def absent(self, peer: str) -> str | None:
-        return None if peer == "built-in" else PEERS[peer][0]()
+    def options(self) -> dict[str, Any]:
+        given = {"spec": self.spec, "params": drawn(self.case, self.first.device)} if self.spec else {}
+        return {"causal": self.case.problem.causal, **given}
 
-    def warm(self, cases: Sequence[VariantCase], peers: Sequence[str]) -> None:
-        """Compiles ours in parallel, and beside that FlexAttention, into the caches."""
-        from flashgen.runtime.compile.build import build_specs
+    def visible_pairs(self) -> int:
+        return visible_pairs(self.case, drawn(self.case, self.first.device), self.first.device)
 
-        running = _flex_processes(self.grid, cases) if "flex" in peers else []
-        specs = [case.spec for case in cases if case.spec is not None] + [
-            spec for spec in load_specs(spec_path("fa3_fwd")).specs for case in cases
-            if (spec.dtype, spec.head_dim_qk, spec.kv_layout) == (case.case.dtype, case.case.head_dim_qk, "dense")]
-        failed = [result.error for result in build_specs(list(dict.fromkeys(specs))) if result.error]
-        for process in running:
-            process.wait()
-        if failed:
-            raise VerifyError(failed[0]["what"], where=failed[0]["where"], details=failed[0]["details"])
 
-    def inputs(self, case: Any, sets: int) -> Sequence[Inputs]:
-        self._first.clear()
-        self._made.clear()
-        generator = torch.Generator("cuda").manual_seed(0)
-        return [draw(case.case, self.data, generator) for _ in range(sets)]
+inputs, job = timed.inputs, VariantJob
 
-    def pairs(self, case: VariantCase, inputs: Any) -> int:
-        return visible_pairs(case, drawn(case, inputs.q.device), inputs.q.device)
 
-    def calls(self, name: str, case: VariantCase, inputs: Sequence[Inputs]) -> Sequence[Call]:
-        """Refused for a peer that does not serve the case, or answers another question."""
-        try:
-            calls = _calls(name, case, inputs, self._made)
-            result = calls[0]()
-            torch.cuda.synchronize()
-        except (Refused, FlashgenError):
-            raise
-        except Exception as err:  # whatever a library raises for what it does not take
-            raise Refused(f"{type(err).__name__}: {str(err).strip().partition(chr(10))[0]}") from err
-        assert isinstance(result, Tensor)
-        if name == OURS:
-            if not result.isfinite().all():  # a kernel that writes nothing would be fast
-                raise VerifyError("out is not finite", where=case.label, next="flashgen verify")
-            self._first[OURS] = result.clone()
-            return calls
-        found = result.transpose(1, 2) if name == "flex" else result
-        if not torch.allclose(found.float(), self._first[OURS].float(), atol=AGREE, rtol=AGREE):
-            apart = (found.float() - self._first[OURS].float()).abs().max().item()
-            raise Refused(f"its result is up to {apart:.3g} from ours")
+def find(peer: str) -> Peer:
+    """FlexAttention, or our own built-in mask. Refused says what is missing."""
+    if peer == "flex":
+        timed.find(peer)
+
+    def start(job: VariantJob) -> Sequence[Call]:
+        """Refused for a case that the peer does not serve, or answers otherwise."""
+        if peer == "flex":
+            attend = flex(job.case, str(job.first.device), job.made)
+            calls: list[Call] = [functools.partial(attend, x) for x in job.inputs]
+        elif job.case.built_in is None:
+            raise Refused(NO_MASK)
+        else:
+            calls = job.calls(job.case.built_in)
+        result: Any = calls[0]()
+        torch.cuda.synchronize()
+        found = (result.transpose(1, 2) if peer == "flex" else result).float()
+        if not torch.allclose(found, job.first.float(), atol=AGREE, rtol=AGREE):
+            raise Refused(f"its result is up to {(found - job.first.float()).abs().max().item():.3g} from ours")
         return calls
-
-    def more(self) -> dict[str, Any]:
-        return {"flex_block_mask_ms": round(self._made[0], 3)} if self._made else {}
-
-    def timed(self, name: str, calls: Sequence[Call]) -> Run:
-        return TIMERS[name](calls)
-
-
-def _calls(name: str, case: VariantCase, inputs: Sequence[Inputs], made: list[float]) -> list[Call]:
-    if name == "flex":
-        attend = flex(case, made=made)
-        return [functools.partial(attend, x) for x in inputs]
-    options: dict[str, Any]
-    if name == OURS:
-        options = {"causal": case.case.causal}
-        if case.spec is not None:
-            options |= {"spec": case.spec, "params": drawn(case, inputs[0].q.device)}
-    elif case.built_in is None:
-        raise Refused("no built-in mask gives this answer")
-    else:
-        options = dict(case.built_in)
-    return [functools.partial(flashgen.attention, x.q, x.k, x.v, out=x.out, **options) for x in inputs]
+    return Peer(start)
 
 
 def visible_pairs(case: VariantCase, values: Mapping[str, Any], device: str | torch.device) -> int:
     """(query, key) pairs that the mask leaves, over all heads and sequences."""
-    problem, (rows, keys) = case.case, case.case.lengths[0]
+    problem, (rows, keys) = case.problem, case.problem.lengths[0]
     changes = Changes.of(case.spec, values) if case.spec else Changes()
     # Heads are looked at one by one where the mask names them, else once.
     by_head = changes.mask is not None and bool({"head_q", "head_kv"} & names_of(changes.mask).keys())
@@ -240,21 +201,37 @@ def visible_pairs(case: VariantCase, values: Mapping[str, Any], device: str | to
     return total * (problem.num_heads_q // heads)
 
 
-# -- compiling FlexAttention ahead
+# -- compiling ahead
 
 
-def _flex_processes(grid: str, cases: Sequence[VariantCase]) -> list[subprocess.Popen[bytes]]:
+def warm(cases: Sequence[VariantCase], peers: Sequence[str]) -> None:
+    """Compiles ours in parallel, and beside that FlexAttention, into the caches."""
+    from flashgen.runtime.compile.build import build_specs
+
+    running = _flex_processes(cases) if "flex" in peers else []
+    specs = [case.spec for case in cases if case.spec is not None] + [
+        spec for spec in load_specs(spec_path("fa3_fwd")).specs for case in cases
+        if (spec.dtype, spec.head_dim_qk, spec.kv_layout) == (case.problem.dtype, case.problem.head_dim_qk, "dense")]
+    failed = [result.error for result in build_specs(list(dict.fromkeys(specs))) if result.error]
+    for process in running:
+        process.wait()
+    if failed:
+        raise VerifyError(failed[0]["what"], where=failed[0]["where"], details=failed[0]["details"])
+
+
+def _flex_processes(cases: Sequence[VariantCase]) -> list[subprocess.Popen[bytes]]:
     """One for each way that FlexAttention is used, PROCESSES at most; what they leave out compiles later."""
-    names = {case.flex: case.name for case in cases if case.flex in MODS}
-    command = [sys.executable, "-m", "flashgen.runtime.ops.attention.flex", grid]
-    return [subprocess.Popen([*command, name], stdout=subprocess.DEVNULL) for name in list(names.values())[:PROCESSES]]
+    each = {case.flex: case for case in cases if case.flex in MODS}
+    command = [sys.executable, "-m", "flashgen.runtime.ops.attention.flex"]
+    return [subprocess.Popen([*command, case.grid, case.name], stdout=subprocess.DEVNULL)
+            for case in list(each.values())[:PROCESSES]]
 
 
 def compile_flex(grid: str, name: str) -> None:
     start = time.monotonic()
     for case in load_variants(grid):
         if case.name == name:
-            x = draw(case.case, "normal", torch.Generator("cuda").manual_seed(0))
+            x = draw(case.problem, "normal", torch.Generator("cuda").manual_seed(0))
             flex(case)(x)
             torch.cuda.synchronize()
             print(f"flex for {case.label}: {time.monotonic() - start:.1f} s after the imports", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""Problem: the shapes, mask and random numbers of one attention call. Inputs: the tensors it makes.
+"""Problem: the shapes, mask and random numbers of one attention call. Inputs: the tensors it makes, their right answer,
+and the call itself.
 
 Frozen data. A Problem's repr is a constructor call, so that a failure's text is enough to repeat it.
 """
@@ -6,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+import flashgen
 from flashgen.codegen.dtype import DTYPES
-
-if TYPE_CHECKING:
-    import torch
-
-    from flashgen.codegen.spec.spec import Spec
-    from flashgen.runtime.verify.changes import Changes
+from flashgen.codegen.spec.spec import Spec
+from flashgen.runtime.verify.changes import Changes, sample_params
+from flashgen.runtime.verify.compare import Truth
+from flashgen.runtime.verify.reference import expected, lowprec, reference
+from flashgen.runtime.verify.subject import poisoned, same_tensor
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,6 @@ class Problem:
 
     def make_inputs(self, device: str | torch.device = "cpu") -> Inputs:
         """N(0, 1) tensors on `device`; the same seed gives the same numbers on the same kind of device."""
-        import torch
-
         dtype = getattr(torch, DTYPES[self.dtype].torch_name)
         generator = torch.Generator(device).manual_seed(self.seed)
 
@@ -106,8 +107,6 @@ class Inputs:
 
     def changed_by(self, spec: Spec, params: Mapping[str, Any] | None = None, seed: int = 0) -> Inputs:
         """The same call of a spec with expressions; values for its parameters are drawn where none are given."""
-        from flashgen.runtime.verify.changes import Changes, sample_params
-
         rows_q, rows_kv = self.q.shape[-3], self.k.shape[-3]
         sizes = {"num_heads_q": self.q.shape[-2], "num_heads_kv": self.k.shape[-2], "seqlen_q": rows_q,
                  "seqlen_kv": rows_kv, "total_q": rows_q, "total_kv": rows_kv,
@@ -117,3 +116,18 @@ class Inputs:
 
     def with_(self, **changes: Any) -> Inputs:
         return replace(self, **changes)
+
+    def truth(self) -> Truth:
+        exact = reference(self.q, self.k, self.v, **self.meaning)
+        return expected(*exact, lowprec(self.q, self.k, self.v, **self.meaning), self.q.shape[-1], self.softmax_scale)
+
+
+def run_poisoned(inputs: Inputs, *, spec: Spec | None = None, lse: bool = True,
+                 out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse or None) of flashgen.attention, into memory that held NaN before."""
+    q, v = inputs.q, inputs.v
+    out = poisoned(q.new_empty(*q.shape[:-1], v.shape[-1]) if out is None else out,
+                   q.numel() // max(1, q.shape[-1]) if lse else 0)
+    result: Any = flashgen.attention(q, inputs.k, v, **inputs.keywords, return_lse=lse, out=out, spec=spec)
+    returned, returned_lse = result if lse else (result, None)
+    return same_tensor(returned, out, "attention"), returned_lse

@@ -3,29 +3,22 @@ own built-in mask, on the same inputs and interleaved in one run. No torch.
 """
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
 from flashgen.errors import SpecError
-from flashgen.runtime.measure.bench import (
-    CALLS_PER_GRAPH,
-    OURS,
-    Call,
-    Refused,
-    Run,
-    digits,
-    document,
-    interleave,
-    sets_needed,
-)
-from flashgen.runtime.ops.attention.cases import Case, cases_of, read_grid
+from flashgen.runtime.measure.bench import OURS, Device, digits, figures
+from flashgen.runtime.measure.grid import read_grid
+from flashgen.runtime.measure.suite import MS, TFLOPS, Bench, Column, Row, decimals, in_json, peer_ms
+from flashgen.runtime.ops.attention.bench import Case, cases_of
 
-PEERS = ("flex", "built-in")
+if TYPE_CHECKING:
+    from flashgen.runtime.ops.attention.flex import VariantJob
+
+NO_MASK = "no built-in mask gives this answer"
 FLEX = ("causal", "sliding_window", "softcap", "alibi", "document", "prefix_lm")  # flex.py has these
 _KEYS = ("name", "spec", "score", "mask", "params", "causal", "values", "flex", "built_in")
 _PLAIN = {"family": "fa3", "arch": "sm_90a", "name": "bench"}
@@ -37,15 +30,25 @@ class VariantCase:
     "slopes", "documents LENGTH" (the mean) or "prefix PART" (of the keys)."""
 
     name: str
-    case: Case
+    problem: Case
     spec: Spec | None = None      # None: a built-in mask, the case's
     values: Mapping[str, Any] = field(default_factory=dict)
     flex: str = ""                # of FLEX
     built_in: Mapping[str, Any] | None = None  # arguments of the call without a spec that answers the same
+    grid: str = ""                # that lists it; processes that compile ahead read it again
 
     @property
     def label(self) -> str:
-        return f"{self.name}, {self.case.shape}"
+        return f"{self.name}, {self.problem.shape}"
+
+    @property
+    def flops(self) -> int:
+        """As if no expression hid a pair."""
+        return self.problem.flops
+
+    @property
+    def bytes(self) -> int:
+        return self.problem.bytes
 
 
 def has_variants(grid: str) -> bool:
@@ -63,7 +66,7 @@ def load_variants(grid: str) -> tuple[VariantCase, ...]:
     if not isinstance(entries, list) or not entries or not all(
             isinstance(entry, dict) and "name" in entry for entry in entries):
         raise SpecError("variants is no list of mappings with a name", where=where, allowed=", ".join(_KEYS))
-    return tuple(_case(entry, case, where) for entry in entries for case in cases_of([values], where))
+    return tuple(replace(_case(entry, case, where), grid=grid) for entry in entries for case in cases_of(values, where))
 
 
 def _case(entry: Mapping[str, Any], case: Case, where: str) -> VariantCase:
@@ -71,17 +74,13 @@ def _case(entry: Mapping[str, Any], case: Case, where: str) -> VariantCase:
         if key not in _KEYS:
             raise SpecError(f"unknown key {key}", where=where, allowed=", ".join(_KEYS))
     causal = bool(entry.get("causal", False))
-    problem = Case(**{**_fields(case), "causal": causal})
+    problem = replace(case, causal=causal)
     built_in = entry.get("built_in")
     if built_in is not None:
         built_in = {name: tuple(value) if isinstance(value, list) else value for name, value in built_in.items()}
     spec = _spec(entry, problem, where)
     flex = entry.get("flex", entry.get("spec", ""))
     return VariantCase(entry["name"], problem, spec, entry.get("values", {}), flex, built_in)
-
-
-def _fields(case: Case) -> dict[str, Any]:
-    return {name: getattr(case, name) for name in asdict(case)}
 
 
 def _spec(entry: Mapping[str, Any], case: Case, where: str) -> Spec | None:
@@ -104,82 +103,64 @@ def _spec(entry: Mapping[str, Any], case: Case, where: str) -> Spec | None:
                    "params": checked_params(own.get("params", {}))})
 
 
-# -- a run
+# -- the bench
 
 
-class Device(Protocol):
-    """What a run needs of the machine; bench_flex.VariantDevice, or a stand-in in tests."""
+class VariantBench(Bench):
+    """Of a grid: no spec is named beside it."""
 
-    l2_bytes: int
+    peers = ("flex", "built-in")
+    module = "flashgen.runtime.ops.attention.flex"
+    falls_back = keeps_rows = True
 
-    def facts(self) -> dict[str, Any]: ...
-    def absent(self, peer: str) -> str | None: ...
-    def warm(self, cases: Sequence[VariantCase], peers: Sequence[str]) -> None: ...
-    def inputs(self, case: VariantCase, sets: int) -> Sequence[Any]: ...
-    def pairs(self, case: VariantCase, inputs: Any) -> int: ...
-    def calls(self, name: str, case: VariantCase, inputs: Sequence[Any]) -> Sequence[Call]: ...
-    def more(self) -> dict[str, Any]: ...  # what else is known of the case at hand, for its row
-    def timed(self, name: str, calls: Sequence[Call]) -> Run: ...
-    def release(self) -> None: ...
+    def load(self, grid: str | None, specs: Sequence[Spec]) -> Sequence[VariantCase]:
+        if grid is None or not has_variants(grid):
+            raise SpecError("no SPEC, and no grid that lists variants", where="bench",
+                            allowed="flashgen bench SPEC..., or --problem-grid GRID with a key `variants`",
+                            nearest="--problem-grid benchmarks/grids/fa3_variants.yaml")
+        return load_variants(grid)
 
+    def stem(self, grid: str | None, data: str, specs: Sequence[Spec]) -> str:
+        return Path(grid).stem.replace("_", "-") if grid and Path(grid).suffix else "variants"
 
-def bench_variants(device: Device, cases: Sequence[VariantCase], peers: Sequence[str], *, rounds: int,
-                   timer: str = "graph", given_commit: str | None = None,
-                   progress: Callable[[int, str], None] = lambda done, what: None,
-                   store: Callable[[dict[str, Any]], object] = lambda results: None) -> dict[str, Any]:
-    """All cases: the document that write_results stores. `store` gets it after every row, so that none is lost."""
-    absent = {name: reason for name in peers if (reason := device.absent(name)) is not None}
-    present = [name for name in peers if name not in absent]
-    rows: list[dict[str, Any]] = []
-    start = time.monotonic()
-    device.warm(cases, present)
-    seconds = {"compiling": round(time.monotonic() - start, 1)}
+    def work(self, cases: Sequence[VariantCase], specs: Sequence[Spec], device: Device
+             ) -> Sequence[tuple[VariantCase, Spec | None]]:
+        return [(case, case.spec) for case in cases]
 
-    def results() -> dict[str, Any]:
-        return document(device.facts(), given_commit, absent=absent, seconds=dict(seconds), rows=rows)
+    def warm(self, cases: Sequence[VariantCase], peers: Sequence[str]) -> None:
+        from flashgen.runtime.ops.attention.flex import warm
 
-    for done, case in enumerate(cases):
-        progress(done, case.label)
-        rows.append(_measure(device, case, present, rounds, timer))
-        device.release()
-        seconds["all"] = round(time.monotonic() - start, 1)
-        store(results())
-    progress(len(cases), "")
-    return results()
+        warm(cases, peers)
 
+    def row(self, job: VariantJob, medians: Mapping[str, float], refused: Mapping[str, str], timer: str
+            ) -> dict[str, Any]:
+        """`speed`: ours over each peer's. `pairs`: visible ones, over all heads and sequences."""
+        case, problem, pairs = job.case, job.case.problem, job.visible_pairs()
+        found = figures(medians, refused, 2 * pairs * (problem.head_dim_qk + problem.head_dim_v), problem.bytes)
+        return {"name": case.name, "case": in_json(problem),
+                "expressions": case.spec.expressions.signature if case.spec else "", "values": dict(case.values),
+                "kernel": f"{case.spec.variant}.{case.spec.arch}" if case.spec else "", "timer": timer,
+                **{name: found[name] for name in ("ours_ms", "peers", "refused", "tflops")}, "pairs": pairs,
+                "speed": {name: digits(ms / medians[OURS]) for name, ms in found["peers"].items()},
+                **({"flex_block_mask_ms": round(job.made[0], 3)} if job.made else {})}
 
-def _measure(device: Device, case: VariantCase, peers: Sequence[str], rounds: int, timer: str) -> dict[str, Any]:
-    inputs = device.inputs(case, sets_needed(case.case.bytes, device.l2_bytes))
-    calls, refused = {OURS: device.calls(OURS, case, inputs)}, {}
-    for name in peers:
-        try:
-            calls[name] = device.calls(name, case, inputs)
-        except Refused as err:
-            refused[name] = err.what
-    repeats = math.ceil(CALLS_PER_GRAPH / len(inputs))
-    used, runs = timer, {}
-    try:
-        runs = {name: device.timed(used, [*own] * repeats) for name, own in calls.items()}
-    except Refused:  # one that no graph can hold: plain calls for all of the row
-        used = "events"
-        runs = {name: device.timed(used, [*own] * repeats) for name, own in calls.items()}
-    return row_of(case, device.pairs(case, inputs[0]), used, interleave(runs, rounds), refused) | device.more()
+    def notes(self, device: Device, seconds: Mapping[str, float]) -> dict[str, Any]:
+        return {"seconds": dict(seconds)}
+
+    def heading(self, results: Row) -> str:
+        return f"; seconds: {results['seconds']}"
+
+    def columns(self, peers: Sequence[str]) -> Sequence[Column]:
+        def speed(name: str) -> Column:
+            return Column(">speed", lambda row: decimals(row["speed"].get(name), 3))
+
+        return [Column("variant", lambda row: row["name"]),
+                Column("case", lambda row: "B{batch} S{seqlen_q}".format(**row["case"])),
+                Column("timer", lambda row: row["timer"]), MS, TFLOPS,
+                *(column for name in peers for column in (peer_ms(name, ""), speed(name)))]
+
+    def refusals(self, row: Row) -> list[str]:
+        return [f"{row['name']}: {name}: {why}" for name, why in row["refused"].items() if why != NO_MASK]
 
 
-def row_of(case: VariantCase, pairs: int, timer: str, medians: Mapping[str, float],
-           refused: Mapping[str, str]) -> dict[str, Any]:
-    """`speed`: ours over each peer's. `pairs`: visible ones, over all heads and sequences."""
-    ours, problem = medians[OURS], case.case
-    peers = {name: digits(ms) for name, ms in medians.items() if name != OURS}
-    expressions = case.spec.expressions.signature if case.spec else ""
-    return {"name": case.name, "case": {key: list(v) if isinstance(v, tuple) else v
-                                        for key, v in asdict(problem).items()},
-            "expressions": expressions, "values": dict(case.values),
-            "kernel": f"{case.spec.variant}.{case.spec.arch}" if case.spec else "", "timer": timer,
-            "ours_ms": digits(ours), "peers": peers, "refused": dict(refused),
-            "speed": {name: digits(ms / ours) for name, ms in peers.items()}, "pairs": pairs,
-            "tflops": digits(2 * pairs * (problem.head_dim_qk + problem.head_dim_v) / ours / 1e9)}
-
-
-def results_stem(grid: str) -> str:
-    return Path(grid).stem.replace("_", "-") if Path(grid).suffix else "variants"
+BENCH = VariantBench()

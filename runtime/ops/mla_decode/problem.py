@@ -1,4 +1,4 @@
-"""One mla_decode call as frozen data, the tensors it makes, its right answer in fp64, and the judge of a result.
+"""One mla_decode call as frozen data, the tensors it makes, their right answer in fp64, and the call itself.
 
 The tensors are as hostile as the contract allows: pages in random order, NaN in all rows and pages that no request has,
 and page ids past a request's end that no cache has.
@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import flashgen
 from flashgen.codegen.dtype import DTYPES
-from flashgen.runtime.verify.compare import Accuracy, check_against, lse_absolute
-from flashgen.runtime.verify.reference import lowprec, reference
+from flashgen.codegen.spec.spec import Spec
+from flashgen.runtime.verify.compare import Truth
+from flashgen.runtime.verify.reference import expected, lowprec, reference
+from flashgen.runtime.verify.subject import poisoned, same_tensor
 
 HEAD_DIM_V = 512
 GARBAGE_IDS = (2147480000, -1)   # of pages, past a request's end
@@ -118,8 +121,8 @@ class MlaInputs:
                           kv_cache=self.kv_cache if self.page_table is not None else self.kv_cache[part],
                           page_table=None if self.page_table is None else self.page_table[part].contiguous())
 
-    def solve(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(out and lse in fp64, out of torch's plain attention in q's dtype), the contract's reference and yardstick.
+    def truth(self) -> Truth:
+        """The references of attention, request by request; the sink, which no key of theirs has, takes its share after.
         """
         q, sink = self.q, self.sink
         out = torch.zeros(*q.shape[:-1], HEAD_DIM_V, dtype=torch.float64, device=q.device)
@@ -130,15 +133,17 @@ class MlaInputs:
             options: dict[str, Any] = {"causal": self.causal, "softmax_scale": self.softmax_scale}
             one = (q[i:i + 1], keys, keys[..., :HEAD_DIM_V])
             (out[i:i + 1], lse[i:i + 1]), plain[i:i + 1] = reference(*one, **options), lowprec(*one, **options)
-        if sink is None:
-            return out, lse, plain
-        whole = torch.logaddexp(lse, sink.double()[:, None].expand_as(lse))
-        part = torch.exp(lse - whole).masked_fill(lse == -math.inf, 0.0).transpose(1, 2)[..., None]
-        return out * part, whole, (plain * part).to(q.dtype)
+        if sink is not None:
+            whole = torch.logaddexp(lse, sink.double()[:, None].expand_as(lse))
+            part = torch.exp(lse - whole).masked_fill(lse == -math.inf, 0.0).transpose(1, 2)[..., None]
+            out, lse, plain = out * part, whole, (plain * part).to(q.dtype)
+        return expected(out, lse, plain, q.shape[-1], self.softmax_scale)
 
 
-def check_mla(out: Tensor, lse: Tensor | None, inputs: MlaInputs, *, label: str = "", rerun: str = "") -> Accuracy:
-    """compare.check for a decode."""
-    exact, exact_lse, plain = inputs.solve()
-    return check_against(out, lse, (exact, exact_lse), plain, lse_absolute(inputs.q.shape[-1], inputs.softmax_scale),
-                         label=label, rerun=rerun)
+def run_poisoned(inputs: MlaInputs, *, spec: Spec | None = None, **more: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of flashgen.mla_decode, into memory that held NaN before."""
+    q = inputs.q
+    out = poisoned(q.new_empty(*q.shape[:-1], HEAD_DIM_V), q.numel() // max(1, q.shape[-1]))
+    returned, lse = flashgen.mla_decode(q, inputs.kv_cache, inputs.seqlens_kv, **inputs.keywords, return_lse=True,
+                                        out=out, spec=spec, **more)
+    return same_tensor(returned, out, "mla_decode"), lse

@@ -1,4 +1,6 @@
-"""What `flashgen verify` checks of a flashmla variant, through flashgen.mla_decode and the schedule kernel in it."""
+"""The decode over a latent cache as the engines ask for it (runtime/ops/op.py): problems at the edges, and bitwise
+identities.
+"""
 from __future__ import annotations
 
 import math
@@ -6,16 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import flashgen
+from flashgen.codegen.explain.counts import Shape
+from flashgen.codegen.families.flashmla.launch import QuerySizes
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.spec import Spec
-from flashgen.errors import UnsupportedError
-from flashgen.runtime.ops.mla_decode.problem import HEAD_DIM_V, MlaInputs, MlaProblem, check_mla
-from flashgen.runtime.verify.compare import Accuracy, check_bits
+from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem, run_poisoned
+from flashgen.runtime.ops.op import Example, Identity
+from flashgen.runtime.verify.compare import Accuracy, Results, named
 from flashgen.runtime.verify.subject import Subject
-
-Check = tuple[str, Callable[["Subject", MlaProblem], Accuracy], MlaProblem]
 
 PAGE_SIZES = {64: (64, 128), 1: (1, 16, 61), None: (None,)}  # by a spec's page_size
 # (lengths, num_heads_q, seqlen_q, causal, sink, softmax_scale). Emulated: each tile of keys takes its time.
@@ -40,52 +42,52 @@ CALLS: tuple[_Call, ...] = (
 )
 
 
-def checks(spec: Spec, seed: int, emulated: bool) -> Iterator[Check]:
-    """(name, check, problem) in order."""
+def problems(spec: Spec, plan: Plan, seed: int, emulated: bool) -> Iterator[MlaProblem]:
     sizes = PAGE_SIZES[spec.page_size]
     for number, (lengths, heads, seqlen_q, causal, sink, scale) in enumerate(EMULATED_CALLS if emulated else CALLS):
-        yield "reference", against_reference, MlaProblem(
-            lengths, heads, seqlen_q, sizes[number % len(sizes)], spec.head_dim_qk, causal, sink, spec.dtype, scale,
-            seed)
-    if not emulated:
-        problem = MlaProblem((300, 1, 0, 900, 64), 16, 2, sizes[-1], spec.head_dim_qk, True, False, spec.dtype,
-                             seed=seed)
-        yield "layout of the cache", layouts, problem
-        yield "a schedule kept", kept_schedule, problem
+        yield MlaProblem(lengths, heads, seqlen_q, sizes[number % len(sizes)], spec.head_dim_qk, causal, sink,
+                         spec.dtype, scale, seed)
 
 
-def run_poisoned(inputs: MlaInputs, *, spec: Spec | None = None, **more: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of flashgen.mla_decode, into memory that held NaN before."""
-    q = inputs.q
-    out = q.new_full((*q.shape[:-1], HEAD_DIM_V), math.nan)
-    torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, dtype=torch.float32, device=q.device)
-    returned, lse = flashgen.mla_decode(q, inputs.kv_cache, inputs.seqlens_kv, **inputs.keywords, return_lse=True,
-                                        out=out, spec=spec, **more)
-    if returned.data_ptr() != out.data_ptr():
-        raise UnsupportedError("mla_decode did not return the tensor given as out", where="out")
-    return out, lse
+def few_problems(spec: Spec, plan: Plan) -> Iterator[MlaProblem]:
+    return problems(spec, plan, 0, emulated=True)
 
 
-def _run(subject: Subject, inputs: MlaInputs, **more: Any) -> tuple[Tensor, Tensor]:
+def inputs(problem: MlaProblem, spec: Spec, device: str) -> MlaInputs:
+    return problem.make_inputs(device)
+
+
+EXAMPLES = {"decode": {"batch": 1, "seqlen_q": 1, "seqlen_kv": 320, "num_heads_q": 64}}
+
+
+def example(spec: Spec, shape: Shape) -> Example:
+    """On as many SMs as a request has blocks of rows: none is cut, whose parts would have to be resident together."""
+    problem = MlaProblem((shape.seqlen_kv,) * shape.batch, shape.num_heads_q, shape.seqlen_q, spec.page_size,
+                         spec.head_dim_qk, dtype=spec.dtype)
+
+    def prepare() -> Callable[[], object]:
+        x = problem.make_inputs()
+        schedule = flashgen.mla_schedule(x.seqlens_kv, shape.num_heads_q, shape.seqlen_q)
+        return lambda: flashgen.mla_decode(x.q, x.kv_cache, x.seqlens_kv, **x.keywords, schedule=schedule, spec=spec)
+    return Example(prepare, QuerySizes(shape.batch, shape.seqlen_q, shape.num_heads_q).row_blocks)
+
+
+def identities(spec: Spec, plan: Plan, seed: int) -> Iterator[tuple[str, Identity, MlaProblem]]:
+    problem = MlaProblem((300, 1, 0, 900, 64), 16, 2, PAGE_SIZES[spec.page_size][-1], spec.head_dim_qk, True, False,
+                         spec.dtype, seed=seed)
+    yield "layout of the cache", layouts, problem
+    yield "a schedule kept", kept_schedule, problem
+
+
+def run(subject: Subject, inputs: MlaInputs, **more: Any) -> Results:
     """A schedule's variant is under test in every decode; so then any decode will do."""
-    return run_poisoned(inputs, spec=None if subject.spec.pass_ == "schedule" else subject.spec, **more)
-
-
-def against_reference(subject: Subject, problem: MlaProblem) -> Accuracy:
-    """The accuracy contract, and the same bits from every run."""
-    inputs, results = problem.make_inputs(subject.device), []
-    for schedule in subject.schedules():
-        with schedule:
-            results.append(_run(subject, inputs))
-    for again in results[1:]:
-        _same(subject, problem, "another run", again, results[0])
-    return check_mla(*results[0], inputs, label=subject.label(problem), rerun=subject.rerun)
+    return named(*run_poisoned(inputs, spec=None if subject.spec.pass_ == "schedule" else subject.spec, **more))
 
 
 def layouts(subject: Subject, problem: MlaProblem) -> Accuracy:
     """Other strides of the cache, and other places of the pages in it, give the same bits; q may lie anyhow."""
     inputs = problem.make_inputs(subject.device)
-    plain, cache = _run(subject, inputs), inputs.kv_cache
+    plain, cache = run(subject, inputs), inputs.kv_cache
     pool = torch.full((cache.shape[0], 2, *cache.shape[1:]), math.nan, dtype=cache.dtype, device=cache.device)
     pool[:, 1].copy_(cache)
     wide = torch.full((*cache.shape[:-1], cache.shape[-1] + 8), math.nan, dtype=cache.dtype, device=cache.device)
@@ -99,7 +101,7 @@ def layouts(subject: Subject, problem: MlaProblem) -> Accuracy:
         flipped = torch.where(valid, cache.shape[0] - 1 - table, table)
         variants["pages in another order"] = inputs.with_(kv_cache=cache.flip(0), page_table=flipped)
     for name, changed in variants.items():
-        _same(subject, problem, name, _run(subject, changed), plain)
+        subject.same(problem, name, run(subject, changed), plain)
     return Accuracy()
 
 
@@ -108,11 +110,5 @@ def kept_schedule(subject: Subject, problem: MlaProblem) -> Accuracy:
     inputs = problem.make_inputs(subject.device)
     schedule = flashgen.mla_schedule(inputs.seqlens_kv, problem.num_heads_q, problem.seqlen_q)
     for changed in (inputs, inputs.with_(q=-inputs.q)):
-        _same(subject, problem, "schedule given", _run(subject, changed, schedule=schedule), _run(subject, changed))
+        subject.same(problem, "schedule given", run(subject, changed, schedule=schedule), run(subject, changed))
     return Accuracy()
-
-
-def _same(subject: Subject, problem: MlaProblem, what: str, actual: tuple[Tensor, Tensor],
-          expected: tuple[Tensor, Tensor]) -> None:
-    for name, a, b in zip(("out", "lse"), actual, expected, strict=True):
-        check_bits(a, b, f"{name} ({what})", label=subject.label(problem), rerun=subject.rerun)

@@ -1,25 +1,26 @@
-"""What `flashgen bench` measures: cases, the grids that list them, and the variants that serve them. No torch."""
+"""What `flashgen bench` times of attention: cases, the grids that list them, the variants that serve them, and how the
+rows read. No torch.
+"""
 from __future__ import annotations
 
-import difflib
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.families.fa3 import split
 from flashgen.codegen.families.fa3.launch import cutting_of
-from flashgen.codegen.families.fa3.split import Shape, best_twin
 from flashgen.codegen.families.registry import lower
 from flashgen.codegen.mask import visible_pairs
 from flashgen.errors import SpecError, UnsupportedError
+from flashgen.runtime.measure.bench import DATA, Device, geomeans, least
+from flashgen.runtime.measure.grid import COUNT, DTYPE, FLAG, Axis, combinations, read_grid
+from flashgen.runtime.measure.suite import GBPS, MS, TFLOPS, Bench, Column, Row, decimals, listed, peer_ms
 
 if TYPE_CHECKING:
+    from flashgen.codegen.explain.counts import Shape
     from flashgen.codegen.spec.spec import Spec
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Case:
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     dtype: str = "bf16"
+
+    @property
+    def problem(self) -> Case:
+        """What is drawn for it."""
+        return self
 
     @property
     def varlen(self) -> bool:
@@ -94,15 +100,20 @@ def _pair(a: object, b: object) -> str:
 
 # -- grids
 
-_KEYS = ("batch", "tokens", "seqlen_q", "seqlen_kv", "lengths", "num_heads_q", "num_heads_kv", "hidden", "head_dim_qk",
-         "head_dim_v", "causal", "window", "dtype")
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(type(item) is int and item >= least for item in value)
+
+
 _DENSE_KEYS = ("batch", "tokens", "seqlen_q", "seqlen_kv")
-_LISTS = {"window": "[left, right], counts of keys or -1", "lengths": "lists of lengths from 0, one of them above"}
-
-
-def is_inline(grid: str) -> bool:
-    """Whether it is YAML text, and not the name of a file."""
-    return grid.lstrip().startswith(("{", "["))
+_AXES = {
+    **dict.fromkeys(_DENSE_KEYS, COUNT),
+    "lengths": Axis(lambda value: _whole(0)(value) and sum(value) > 0, "lists of lengths from 0, one of them above",
+                    True),
+    **dict.fromkeys(("num_heads_q", "num_heads_kv", "hidden", "head_dim_qk", "head_dim_v"), COUNT),
+    "causal": FLAG,
+    "window": Axis(lambda value: _whole(-1)(value) and len(value) == 2, "[left, right], counts of keys or -1", True),
+    "dtype": DTYPE,
+}
 
 
 def load_grid(grid: str) -> tuple[Case, ...]:
@@ -113,66 +124,12 @@ def load_grid(grid: str) -> tuple[Case, ...]:
     `window` is a pair or a list of pairs. `lengths`, a list or a list of lists, makes a varlen case: of its sequences,
     each with as many keys as queries, in place of batch and seqlen.
     """
-    values, where = read_grid(grid)
-    return cases_of(values if isinstance(values, list) else [values], where)
+    return cases_of(*read_grid(grid))
 
 
-def combinations(grid: str, keys: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
-    """(where it is written, a mapping of `keys` to single values for each case) of a grid. SpecError as load_grid."""
-    values, where = read_grid(grid)
-    return where, _combined(values if isinstance(values, list) else [values], where, keys)
-
-
-def read_grid(grid: str) -> tuple[object, str]:
-    """(what the YAML says, where that is). SpecError where it cannot be read or is no YAML."""
-    import yaml
-
-    from flashgen.codegen.spec.yaml_tree import read_text
-
-    where = "--problem-grid" if is_inline(grid) else grid
-    try:
-        return yaml.safe_load(grid if is_inline(grid) else read_text(Path(grid))), where
-    except FileNotFoundError as err:
-        raise SpecError("no such file", where=where, allowed="a YAML file, or {key: value, ...}",
-                        next="benchmarks/grids holds examples") from err
-    except (yaml.YAMLError, RecursionError, ValueError) as err:  # a date such as 2024-99-99 is a ValueError
-        raise SpecError(f"is not YAML: {str(err) or type(err).__name__}", where=where) from err
-
-
-def cases_of(products: Sequence[object], where: str) -> tuple[Case, ...]:
+def cases_of(values: object, where: str) -> tuple[Case, ...]:
     """Each once."""
-    return tuple(dict.fromkeys(_case(one, where) for one in _combined(products, where, _KEYS)))
-
-
-def _combined(products: Sequence[object], where: str, keys: Sequence[str]) -> list[dict[str, Any]]:
-    if not products or not all(isinstance(product, dict) and product for product in products):
-        raise SpecError("is no mapping, and no list of mappings", where=where, allowed=", ".join(keys))
-    axes = [{str(key): _choices(key, value, where, keys) for key, value in product.items()}  # type: ignore[attr-defined]
-            for product in products]
-    return [dict(zip(each, one, strict=True)) for each in axes for one in itertools.product(*each.values())]
-
-
-def _choices(key: object, value: object, where: str, keys: Sequence[str]) -> list[Any]:
-    if key not in keys:
-        raise SpecError(f"unknown key {key}", where=where, allowed=", ".join(keys),
-                        nearest=next(iter(difflib.get_close_matches(str(key), keys, n=1)), ""))
-    one = not isinstance(value, list) or (key in _LISTS and all(isinstance(item, int) for item in value))
-    choices: list[Any] = [value] if one else value  # type: ignore[assignment]
-    for choice in choices:
-        if key in _LISTS:
-            least = -1 if key == "window" else 0
-            fine = (isinstance(choice, list) and all(type(item) is int and item >= least for item in choice)
-                    and (len(choice) == 2 if key == "window" else sum(choice) > 0))
-            allowed = _LISTS[str(key)]
-        elif key == "causal":
-            fine, allowed = isinstance(choice, bool), "true, false"
-        elif key == "dtype":
-            fine, allowed = choice in DTYPES, ", ".join(DTYPES)
-        else:
-            fine, allowed = type(choice) is int and choice >= 1, "whole numbers from 1"
-        if not fine:
-            raise SpecError(f"{key} is {choice!r}", where=where, allowed=allowed)
-    return choices
+    return tuple(dict.fromkeys(_case(one, where) for one in combinations(values, where, _AXES)))
 
 
 def _case(values: dict[str, Any], where: str) -> Case:
@@ -203,14 +160,6 @@ def _case(values: dict[str, Any], where: str) -> Case:
     return Case(**values)
 
 
-def default_grid(family: str, pass_: str) -> str:
-    path = ROOT / "benchmarks" / "grids" / f"{family}_{pass_}.yaml"
-    if not path.is_file():
-        raise SpecError(f"no default grid for {family} {pass_}", where="--problem-grid", next=(
-            "give one, such as --problem-grid '{batch: 2, num_heads_q: 16, head_dim_qk: 128, seqlen_q: [2048, 8192]}'"))
-    return str(path)
-
-
 def variants_for(case: Case, specs: Iterable[Spec], archs: Sequence[str], num_sms: int) -> list[Spec]:
     """The variants that serve a case, for the first of `archs` that has any.
 
@@ -238,6 +187,54 @@ def _best(twins: Sequence[Spec], case: Case, num_sms: int) -> Spec:
     (rows_q, rows_kv), = set(case.lengths)  # only dense ones have twins
     whole, cut, packed = (cutting_of(lower(twins[0].with_(split=cuts, pack_gqa=packs)))
                           for cuts, packs in ((False, False), (True, False), (True, True)))  # all, if not twins
-    splits, packs = best_twin((whole, cut, packed), num_sms,
-                              Shape(case.batch, rows_q, rows_kv, case.num_heads_q, case.num_heads_kv))
+    splits, packs = split.best_twin((whole, cut, packed), num_sms,
+                                    split.Shape(case.batch, rows_q, rows_kv, case.num_heads_q, case.num_heads_kv))
     return max(twins, key=lambda spec: (spec.pack_gqa == bool(packs), spec.split == splits))
+
+
+# -- rows and tables
+
+
+class AttentionBench(Bench):
+    case, read, pass_ = Case, load_grid, "fwd"
+    peers = ("sdpa-fa2", "sdpa-cudnn", "flex", "fa3", "fa3-split", "torch-varlen")
+    module = "flashgen.runtime.ops.attention.timed"
+    data = DATA
+    picture = True
+
+    def work(self, cases: Sequence[Case], specs: Sequence[Spec], device: Device) -> Sequence[tuple[Case, Spec]]:
+        return [(case, spec) for case in cases for spec in variants_for(case, specs, device.archs(), device.num_sms)]
+
+    def notes(self, device: Device, seconds: Mapping[str, float]) -> dict[str, Any]:
+        return {"data": device.data}
+
+    def case_for(self, spec: Spec, shape: Shape) -> Case:
+        return Case(shape.batch, shape.seqlen_q, shape.seqlen_kv, shape.num_heads_q, shape.num_heads_kv,
+                    spec.head_dim_qk, spec.head_dim_v, spec.causal, shape.window, spec.dtype)
+
+    def heading(self, results: Row) -> str:
+        return "" if results["data"] == "normal" else f", {results['data']} data"
+
+    def columns(self, peers: Sequence[str]) -> Sequence[Column]:
+        return [Column("variant", lambda row: row["case"]["variant"]),
+                Column("case", lambda row: self.case_of(row).shape), MS, TFLOPS, GBPS, *map(peer_ms, peers),
+                Column(">speed / best peer", lambda row: decimals(row["ratio"], 3))]
+
+    def means(self, rows: Sequence[Row], peers: Sequence[str]) -> list[str]:
+        """Over all rows, by head dims where there are several, and the row that is worst for us."""
+        worst, groups = least(rows), self.geomeans_by_head_dims(rows)
+        if worst is None:
+            return []
+        return [f"speed over each peer, geometric mean: {listed(geomeans(rows))}",
+                *(f"  {name}: {listed(means)}" for name, means in groups.items() if means and len(groups) > 1),
+                f"least over the best peer: {worst['ratio']:.3f}, {self.case_of(worst).label}"]
+
+    def geomeans_by_head_dims(self, rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+        """geomeans() of the rows of each pair of head dims, named as in Case.head_dims."""
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            groups.setdefault(self.case_of(row).head_dims, []).append(row)
+        return {name: geomeans(members) for name, members in groups.items()}
+
+
+BENCH = AttentionBench()

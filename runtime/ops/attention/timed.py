@@ -1,0 +1,226 @@
+"""Attention on the device: inputs, our calls on them, and other implementations, called as their users would."""
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashgen
+from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.spec.spec import Spec
+from flashgen.errors import VerifyError
+from flashgen.runtime.measure.bench import Call, Device, Peer, Refused, sets_needed
+from flashgen.runtime.ops.attention.bench import Case
+
+FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")  # built from source; the wheel fa3-fwd
+
+Prepare = Callable[[Case], Callable[["Inputs"], object]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """[batch, seqlen, num_heads, head_dim], or packed, as flashgen takes them, and a place for the result."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+
+    @property
+    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as views [batch, num_heads, seqlen, head_dim], as torch takes them."""
+        return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
+
+
+class AttentionJob:
+    """`first`: our result on the first inputs, once `ours` ran."""
+
+    def __init__(self, case: Any, spec: Any, inputs: Sequence[Inputs]) -> None:
+        self.case, self.spec, self.inputs, self.first = case, spec, inputs, inputs[0].out
+
+    def options(self) -> dict[str, Any]:
+        return {"causal": self.case.causal, "window": self.case.window, "spec": self.spec}
+
+    def calls(self, options: Mapping[str, Any]) -> list[Call]:
+        return [functools.partial(flashgen.attention, x.q, x.k, x.v, out=x.out, cu_seqlens_q=x.cu_seqlens_q,
+                                  cu_seqlens_kv=x.cu_seqlens_kv, **options) for x in self.inputs]
+
+    def ours(self) -> Sequence[Call]:
+        calls = self.calls(self.options())
+        calls[0]()
+        self.first = self.inputs[0].out.clone()
+        if not self.first.isfinite().all():  # a kernel that writes nothing would be fast
+            raise VerifyError("out is not finite", next="flashgen verify",
+                              where=f"{self.spec.variant}.{self.spec.arch}" if self.spec else self.case.label)
+        return calls
+
+
+job = AttentionJob
+
+
+def inputs(device: Device, case: Any, spec: Spec | None) -> list[Inputs]:
+    """As many independent sets as rotate past L2; out is poisoned."""
+    generator, case = torch.Generator(device.place).manual_seed(0), case.problem
+    return [draw(case, device.data, generator) for _ in range(sets_needed(case.bytes, device.l2_bytes))]
+
+
+def draw(case: Case, data: str, generator: torch.Generator) -> Inputs:
+    """Inputs from N(0, 1), changed as `data` says, on the generator's device.
+
+    Kernels take shortcuts that depend on the data: "growing" raises the maximum of a row again and again, as keys
+    scaled by 0.2 to 8 along each sequence do; "wide" (q times 8) makes the largest weight stand out.
+    """
+    dtype, device = getattr(torch, DTYPES[case.dtype].torch_name), generator.device
+    sides = list(zip(*case.lengths, strict=True))
+    rows_q, rows_kv = ((sum(side),) if case.varlen else (case.batch, side[0]) for side in sides)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype, generator=generator)
+
+    q, k, v = (normal(*rows, heads, head_dim) for rows, heads, head_dim in (
+        (rows_q, case.num_heads_q, case.head_dim_qk), (rows_kv, case.num_heads_kv, case.head_dim_qk),
+        (rows_kv, case.num_heads_kv, case.head_dim_v)))
+    if data == "growing":
+        ramps = [torch.linspace(0.2, 8.0, keys) for keys in (sides[1] if case.varlen else sides[1][:1])]
+        k *= torch.cat(ramps).to(device, dtype)[:, None, None]
+    elif data == "wide":
+        q *= 8
+    cu_seqlens = [prefix_sums(side, device) if case.varlen else None for side in sides]
+    return Inputs(q, k, v, q.new_full((*q.shape[:-1], case.head_dim_v), math.nan), *cu_seqlens)
+
+
+def prefix_sums(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    """[batch + 1] int32 prefix sums."""
+    return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
+
+
+# -- peers
+
+
+def find(peer: str) -> Peer:
+    """Refused says what is missing."""
+    absent, prepare = PEERS[peer]
+    if (reason := absent()) is not None:
+        raise Refused(reason)
+
+    def start(job: AttentionJob) -> list[Call]:
+        attend = prepare(job.case)
+        attend(job.inputs[0])
+        torch.cuda.synchronize()
+        return [functools.partial(attend, x) for x in job.inputs]
+    return Peer(start)
+
+
+def _present() -> str | None:
+    return None
+
+
+def _square_only(case: Case) -> None:
+    if case.varlen:
+        raise Refused("it has no packed sequences")
+    if case.causal and case.seqlen_q != case.seqlen_kv:
+        raise Refused("its causal mask is aligned top-left, ours bottom-right: they differ unless seqlen_q = seqlen_kv")
+    if case.window != (-1, -1):
+        raise Refused("it has no window")
+
+
+def _sdpa(backend: str) -> Prepare:
+    def prepare(case: Case) -> Callable[[Inputs], object]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        _square_only(case)
+        chosen, gqa = getattr(SDPBackend, backend), case.num_heads_q != case.num_heads_kv
+
+        def attend(x: Inputs) -> Tensor:
+            with sdpa_kernel(chosen):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    *x.heads_first, is_causal=case.causal, enable_gqa=gqa)
+        return attend
+    return prepare
+
+
+def _flex(case: Case, device: str = "cuda") -> Callable[[Inputs], object]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if case.varlen:
+        raise Refused("packed sequences are not set up for it")
+    (seqlen_q, seqlen_kv), (left, right) = case.lengths[0], case.window
+    shift = seqlen_kv - seqlen_q
+
+    def visible(b: Tensor, h: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
+        seen = kv_pos <= q_pos + shift if case.causal else kv_pos >= 0
+        if left >= 0:
+            seen = seen & (kv_pos >= q_pos + shift - left)
+        return seen & (kv_pos <= q_pos + shift + right) if right >= 0 else seen
+
+    torch.compiler.reset()  # past its limit of recompilations it would turn to an eager path without a word
+    masked = case.causal or case.window != (-1, -1)
+    mask = create_block_mask(visible, None, None, seqlen_q, seqlen_kv, device=device) if masked else None
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    return lambda x: compiled(*x.heads_first, block_mask=mask, enable_gqa=case.num_heads_q != case.num_heads_kv)
+
+
+def _fa3_module() -> str | None:
+    return next((name for name in FA3_MODULES if importlib.util.find_spec(name) is not None), None)
+
+
+def _fa3_absent() -> str | None:
+    return None if _fa3_module() else f"none of {', '.join(FA3_MODULES)} can be imported; pip install fa3-fwd"
+
+
+def _fa3(num_splits: int) -> Prepare:
+    """`num_splits`: blocks that share the keys of a query tile; 0 leaves it to its own rule, 1 is its default."""
+    def prepare(case: Case) -> Callable[[Inputs], object]:
+        module: Any = importlib.import_module(_fa3_module() or "")
+        options: dict[str, Any] = {"causal": case.causal}
+        if case.window != (-1, -1):
+            options["window_size"] = case.visible
+        if num_splits != 1:
+            options["num_splits"] = num_splits
+        if not case.varlen:
+            return lambda x: module.flash_attn_func(x.q, x.k, x.v, **options)
+        longest = [max(side) for side in zip(*case.lengths, strict=True)]
+        return lambda x: module.flash_attn_varlen_func(x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_kv, *longest,
+                                                       **options)
+    return prepare
+
+
+def _torch_varlen(case: Case, device: str = "cuda") -> Callable[[Inputs], object]:
+    """torch's FlashAttention-2 by the way that takes packed sequences and windows, which sdpa does not."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if not case.varlen and case.window == (-1, -1):
+        raise Refused("without packed sequences or a window it is what sdpa-fa2 is")
+    known, (left, right) = inspect.signature(varlen_attn).parameters, case.visible
+    options: dict[str, Any] = {"enable_gqa": case.num_heads_q != case.num_heads_kv} if "enable_gqa" in known else {}
+    if "window_size" in known:
+        options["window_size"] = (left, right)
+    elif left < 0 and right <= 0:
+        options["is_causal"] = right == 0
+    else:
+        raise Refused("this torch's varlen_attn has no window")
+    sides = list(zip(*case.lengths, strict=True))
+    rest: list[Any] = [*(prefix_sums(side, device) for side in sides), *map(max, sides)]
+    return lambda x: varlen_attn(x.q.flatten(0, -3), x.k.flatten(0, -3), x.v.flatten(0, -3), *rest, **options)
+
+
+# (why it is absent, or None; preparation for a case)
+PEERS: dict[str, tuple[Callable[[], str | None], Prepare]] = {
+    "sdpa-fa2": (_present, _sdpa("FLASH_ATTENTION")),
+    "sdpa-cudnn": (_present, _sdpa("CUDNN_ATTENTION")),
+    "flex": (lambda: None if importlib.util.find_spec("triton") else "triton is not installed", _flex),
+    "fa3": (_fa3_absent, _fa3(1)),
+    "fa3-split": (_fa3_absent, _fa3(0)),
+    "torch-varlen": (lambda: None if importlib.util.find_spec("torch.nn.attention.varlen")
+                     else "this torch has no torch.nn.attention.varlen", _torch_varlen),
+}
