@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashgen.codegen.families.flashmla.launch import DecodeSizes, QuerySizes
-from flashgen.codegen.families.launch import program_of
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.registry import lower, program_of
 from flashgen.codegen.families.shared import launch as attention
 from flashgen.codegen.families.shared.launch import is_persistent
 from flashgen.codegen.plan import Plan

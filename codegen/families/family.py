@@ -1,8 +1,8 @@
 """What a family provides: how attention is computed, from the fields of a spec to the plan of a kernel.
 
-A folder holds all of it, and registry.py its row. Its family.py imports facts alone: what lowers and explains is
-imported when it is called, and options are plain classes, so that a bundle is served without pydantic and the
-generator. How a pass is launched will stand beside lower.py, in launch.py.
+A folder holds all of it, and registry.py its row. Its family.py imports facts and launch rules alone: what lowers and
+explains is imported when it is called, and options are plain classes, so that a bundle is served without pydantic and
+the generator.
 """
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flashgen.codegen.families.shared.tiles import TileTable
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.program import Program
 from flashgen.codegen.spec.rule import Only, Rule
 from flashgen.codegen.target import FEATURES
 
@@ -35,6 +37,20 @@ class Trait(NamedTuple):
     serving: Callable[[Any], tuple[Any, ...]]  # from what a call had better have to what serves it, the best first
 
 
+class DenseCall(NamedTuple):
+    """What a dense call without a window says of its kernel, beside the family's own options."""
+
+    arch: str
+    dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    causal: bool
+
+
+# From a call, its sizes and the number of SMs to values of traits; None where the target has no kernels to choose from.
+Prefer = Callable[[DenseCall, Any, int], tuple[tuple[str, Any], ...] | None]
+
+
 @dataclass(frozen=True)
 class Pass:
     """One kernel of the family, and the operation that it answers."""
@@ -43,8 +59,11 @@ class Pass:
     op: str                                  # a folder of runtime/ops, or a call beside it
     about: str
     lower: Callable[[Any, Any], Any]         # from (Spec, Target) to Plan
+    launch: Callable[[Mapping[str, Plan], Any, int], Program]  # from plans by pass, the sizes of a call, and SMs
+    smallest: Callable[[Plan], Any]          # the sizes of the smallest call of a plan
     explain: Callable[..., Any] | None = None  # from (plan, spec), registers=, variants= and the sizes of a call
     one_variant: bool = False                # the same kernel for all variants of a file
+    prefer: Prefer | None = None             # which values of traits serve a call of these sizes best
 
 
 @dataclass(frozen=True)

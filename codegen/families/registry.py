@@ -9,7 +9,9 @@ from flashgen.codegen.families.fa3.family import FA3
 from flashgen.codegen.families.family import Family, Pass
 from flashgen.codegen.families.flashmla.family import FLASHMLA
 from flashgen.codegen.plan import Plan
+from flashgen.codegen.program import Program
 from flashgen.codegen.target import TARGETS, Target
+from flashgen.errors import PlanError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
@@ -59,3 +61,17 @@ def lower(spec: Spec, target: Target | None = None) -> Plan:
     plan: Plan = pass_of(spec).lower(spec, target)
     plans.verify(plan, target)
     return plan
+
+
+def launch_pass(plan: Plan) -> Pass | None:
+    """The pass that says how a plan is launched. A plan from a file may be of a family that nobody knows."""
+    return FAMILIES[plan.family].by_name.get(plan.pass_) if plan.family in FAMILIES else None
+
+
+def program_of(plan: Plan, sizes: Any, num_sms: int, *helpers: Plan) -> Program:
+    """What a call with these sizes launches on `num_sms` SMs. `helpers`: plans of kernels that run before `plan`'s."""
+    rule = launch_pass(plan)
+    if rule is None:
+        raise PlanError(f"no launch rules for family {plan.family}", where=plan.kernel_name,
+                        allowed=", ".join(FAMILIES))
+    return rule.launch({one.pass_: one for one in (plan, *helpers)}, sizes, num_sms)

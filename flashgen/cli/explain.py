@@ -33,7 +33,7 @@ def explain(spec: SpecArgument, arch: Archs = None, variant: Variants = None, pr
 
 def _launched(explanation: Explanation) -> str:
     """The blocks of a launch that has as many warpgroups as the call's rows ask for, at most the plan's."""
-    from flashgen.codegen.families.launch import program_of
+    from flashgen.codegen.families.registry import program_of
     from flashgen.codegen.families.shared.launch import Sizes
     from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 

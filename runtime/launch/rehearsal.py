@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 
-from flashgen.codegen.families.launch import RULES, program_of
+from flashgen.codegen.families.registry import launch_pass, program_of
 from flashgen.codegen.plan import Plan
 from flashgen.errors import PlanError
 from flashgen.runtime.launch.kernel import pack_params
@@ -17,7 +17,7 @@ from flashgen.runtime.launch.tensor_map import ELEMENTS, map_shapes
 def check_launch(plan: Plan) -> None:
     """PlanError unless the smallest call can be packed for the plan. Families without launch rules are not asked for:
     no lookup finds them."""
-    rule = RULES.get((plan.family, plan.pass_))
+    rule = launch_pass(plan)
     if rule is None:
         return
     try:

@@ -16,10 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.expr.tree import Param
-from flashgen.codegen.families.fa3.split import Cutting, Shape, best_twin
-from flashgen.codegen.families.family import Family
+from flashgen.codegen.families.family import DenseCall, Family
 from flashgen.codegen.families.registry import FAMILIES, fastest_first
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
@@ -147,22 +145,16 @@ class Registry:
         return device_facts(device_index).num_sms
 
     def for_sizes(self, wanted: Wanted, device_index: int, sizes: Sizes) -> Wanted:
-        """`wanted` with what the sizes of the call make the better choice: by the tile table alone, so that no kernel
-        is loaded to find out."""
+        """`wanted` with what the sizes of the call make the better choice: without a look at any
+        kernel."""
         if wanted.kv_layout == "varlen" or wanted.window or not wanted.tensor_maps or not self._has_twins(wanted.spec):
             return wanted
-        table = next((family.tiles for family in fastest_first(wanted.op)
-                      if family.tiles and len(family.tiles.kinds) > 1), None)
-        if table is None:
-            return wanted
-        head_dims, mask = (wanted.head_dim_qk, wanted.head_dim_v), mask_choice(wanted.causal, wanted.window)
-        for arch in self._archs(device_index):
-            tiles = [table.find(arch, mask, *head_dims, kind) for kind in table.kinds]
-            cuts = [Cutting(tile.m, tile.n, wanted.causal, kind == "packed", *head_dims, DTYPES[wanted.dtype].bytes)
-                    for tile, kind in zip(tiles, table.kinds, strict=True) if tile is not None]
-            if len(cuts) == len(table.kinds):
-                splits, packs = best_twin((cuts[0], cuts[1], cuts[2]), self.num_sms(device_index), Shape.of(sizes))
-                return replace(wanted, traits=(("split", splits), ("pack_gqa", packs)))
+        for family in fastest_first(wanted.op):
+            prefer = family.by_op[wanted.op].prefer
+            for arch in self._archs(device_index) if prefer else ():
+                call = DenseCall(arch, wanted.dtype, wanted.head_dim_qk, wanted.head_dim_v, wanted.causal)
+                if prefer and (traits := prefer(call, sizes, self.num_sms(device_index))):
+                    return replace(wanted, traits=traits)
         return wanted
 
     def _has_twins(self, handle: str) -> bool:

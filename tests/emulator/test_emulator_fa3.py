@@ -19,8 +19,7 @@ from sampling import SOAK_RUNS, in_turn
 from strategies import problems
 
 from flashgen.codegen.families.fa3 import split
-from flashgen.codegen.families.launch import program_of
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.registry import lower, program_of
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.spec import Spec

@@ -16,8 +16,7 @@ from emulator_kit import with_nans_in_v
 from kit import attend, solved, tiles_of_warpgroups, verified
 from torch import Tensor
 
-from flashgen.codegen.families.launch import program_of
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.registry import lower, program_of
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.runtime.launch.tensor_map import fits_maps

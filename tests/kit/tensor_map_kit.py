@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda.bindings import driver
 
-from flashgen.codegen.families.launch import program_of
+from flashgen.codegen.families.registry import program_of
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import CTYPES, Constant, Launch, Param, Plan, Region, Role, TensorMap
 from flashgen.codegen.program import Program, Step

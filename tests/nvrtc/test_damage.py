@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny
 
-from flashgen.codegen.families.launch import program_of
+from flashgen.codegen.families.registry import program_of
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import plan_and_source

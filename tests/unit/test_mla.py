@@ -17,8 +17,7 @@ from torch import Tensor
 
 import flashgen
 from flashgen.codegen.families.flashmla.launch import DecodeSizes, QuerySizes
-from flashgen.codegen.families.launch import program_of
-from flashgen.codegen.families.registry import fastest_first, lower
+from flashgen.codegen.families.registry import fastest_first, lower, program_of
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Step
 from flashgen.errors import UnsupportedError

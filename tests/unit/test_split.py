@@ -32,8 +32,7 @@ from flashgen.codegen.families.fa3.split import (
     split_tail,
 )
 from flashgen.codegen.families.fa3.tiles import KINDS, kernel_kind
-from flashgen.codegen.families.launch import program_of
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.registry import lower, program_of
 from flashgen.codegen.families.shared.launch import splits_keys
 from flashgen.codegen.mask import query_tiles
 from flashgen.codegen.plan import Plan

@@ -13,8 +13,7 @@ from tensor_map_kit import fa3_like
 from typer.testing import CliRunner
 
 from flashgen.cli.app import app
-from flashgen.codegen.families.launch import RULES, program_of
-from flashgen.codegen.families.registry import FAMILIES, lower
+from flashgen.codegen.families.registry import lower, program_of
 from flashgen.codegen.families.shared.launch import Sizes, is_persistent, splits_keys, tiled_values
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Step
@@ -76,10 +75,6 @@ def test_every_pointer_is_a_tensor_or_a_buffer() -> None:
         buffers = [buffer.name for buffer in program_of(plan, call(), SMS).buffers]
         assert buffers == ["counters", "partials"][:1 + splits_keys(plan)]
         assert {*plan.pointers} == {*plan_of("fa2", **change).pointers, *buffers}
-
-
-def test_every_lowering_has_launch_rules() -> None:
-    assert RULES.keys() == FAMILIES.keys()
 
 
 def test_too_many_tiles_are_refused() -> None:

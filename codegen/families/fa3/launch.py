@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.families.fa3.split import Cutting, Parts, Shape, cut_launch, sections
+from flashgen.codegen.families.fa3.split import Cutting, Parts, Shape, best_twin, cut_launch, sections
+from flashgen.codegen.families.fa3.tiles import KINDS, TILES
+from flashgen.codegen.families.family import DenseCall
 from flashgen.codegen.families.shared.launch import Sizes, is_varlen, splits_keys, tiled_values
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Buffer, Program, Step
+from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 
 
@@ -41,6 +44,18 @@ def launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int) -> Program:
     shares = parts.max_parts > 1  # then blocks wait for each other's parts
     return Program((Step("fwd", min(num_sms, parts.num_units), threads, values, cooperative=shares),),
                    _buffers(plan, num_sms, (tiles - parts.full_tiles) * parts.max_parts if shares else 0))
+
+
+def prefer(call: DenseCall, sizes: Sizes, num_sms: int) -> tuple[tuple[str, Any], ...] | None:
+    """`split` and `pack_gqa` for a call, by the tile table alone, so that no kernel is loaded to find out."""
+    mask, head_dims = mask_choice(call.causal, False), (call.head_dim_qk, call.head_dim_v)
+    tiles = [TILES.find(call.arch, mask, *head_dims, kind) for kind in KINDS]
+    cuts = [Cutting(tile.m, tile.n, call.causal, kind == "packed", *head_dims, DTYPES[call.dtype].bytes)
+            for tile, kind in zip(tiles, KINDS, strict=True) if tile is not None]
+    if len(cuts) < len(KINDS):
+        return None
+    splits, packs = best_twin((cuts[0], cuts[1], cuts[2]), num_sms, Shape.of(sizes))
+    return ("split", splits), ("pack_gqa", packs)
 
 
 def _buffers(plan: Plan, num_sms: int, num_parts: int) -> tuple[Buffer, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashgen.codegen.families.family import Family, Pass
+from flashgen.codegen.families.flashmla.launch import launch_decode, launch_schedule, smallest_decode, smallest_queries
 from flashgen.codegen.families.flashmla.options import ONLY, RULES, TRAITS, Options
 
 
@@ -27,8 +28,9 @@ def _explain(plan: Any, spec: Any, **call: Any) -> Any:
 
 FLASHMLA = Family(
     name="flashmla", feature="wgmma", rank=1, arch="sm_90a", cards="Hopper: sm_90a",
-    passes=(Pass("decode", "mla_decode", "a few new ones over a cache", _decode, _explain),
+    passes=(Pass("decode", "mla_decode", "a few new ones over a cache", _decode,
+                 launch_decode, smallest_decode, _explain),
             Pass("schedule", "mla_schedule", "which block of a decode does what, worked out on the device", _schedule,
-                 one_variant=True)),
+                 launch_schedule, smallest_queries, one_variant=True)),
     options=Options, only=ONLY, rules=RULES, traits=TRAITS, typical={"pass_": "decode", "page_size": 64},
     short_names=("mla",), emulated=True, trace_depth=3)

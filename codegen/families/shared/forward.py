@@ -1,10 +1,13 @@
 """What families have in common that compute attention for many queries: their pass, and what they take of a spec."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from flashgen.codegen.families.family import Pass
+from flashgen.codegen.families.family import Pass, Prefer
+from flashgen.codegen.families.shared.launch import smallest_call
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.program import Program
 from flashgen.codegen.spec.rule import Only
 
 _HEAD_DIMS = range(8, 257, 8)
@@ -16,8 +19,9 @@ ONLY = (
 )
 
 
-def forward(lower: Callable[[Any, Any], Any]) -> Pass:
-    return Pass("fwd", "attention", "many queries", lower, _explain)
+def forward(lower: Callable[[Any, Any], Any], launch: Callable[[Mapping[str, Plan], Any, int], Program],
+            prefer: Prefer | None = None) -> Pass:
+    return Pass("fwd", "attention", "many queries", lower, launch, smallest_call, _explain, prefer=prefer)
 
 
 def _explain(plan: Any, spec: Any, **call: Any) -> Any:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.families.fa3 import split
-from flashgen.codegen.families.fa3.launch import cutting_of
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.family import DenseCall
+from flashgen.codegen.families.registry import pass_of
+from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.mask import visible_pairs
 from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime.measure.bench import DATA, Device, geomeans, least
@@ -185,11 +185,11 @@ def _best(twins: Sequence[Spec], case: Case, num_sms: int) -> Spec:
     if len(twins) == 1:
         return twins[0]
     (rows_q, rows_kv), = set(case.lengths)  # only dense ones have twins
-    whole, cut, packed = (cutting_of(lower(twins[0].with_(split=cuts, pack_gqa=packs)))
-                          for cuts, packs in ((False, False), (True, False), (True, True)))  # all, if not twins
-    splits, packs = split.best_twin((whole, cut, packed), num_sms,
-                                    split.Shape(case.batch, rows_q, rows_kv, case.num_heads_q, case.num_heads_kv))
-    return max(twins, key=lambda spec: (spec.pack_gqa == bool(packs), spec.split == splits))
+    first, prefer = twins[0], pass_of(twins[0]).prefer
+    call = DenseCall(first.arch, first.dtype, first.head_dim_qk, first.head_dim_v, first.causal)
+    sizes = Sizes(case.batch, rows_q, rows_kv, case.num_heads_q, case.num_heads_kv)
+    traits = (prefer(call, sizes, num_sms) if prefer else None) or ()
+    return max(twins, key=lambda spec: [getattr(spec, name) == bool(value) for name, value in reversed(traits)])
 
 
 # -- rows and tables

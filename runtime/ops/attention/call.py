@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.codegen.expr.tree import TensorParam
-from flashgen.codegen.families.launch import program_of
+from flashgen.codegen.families.registry import program_of
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.spec.expressions import SINK
 from flashgen.errors import UnsupportedError

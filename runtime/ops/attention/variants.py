@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,9 +129,7 @@ class VariantBench(Bench):
         return [(case, case.spec) for case in cases]
 
     def warm(self, cases: Sequence[VariantCase], peers: Sequence[str]) -> None:
-        from flashgen.runtime.ops.attention.flex import warm
-
-        warm(cases, peers)
+        import_module(self.module).warm(cases, peers)
 
     def row(self, job: VariantJob, medians: Mapping[str, float], refused: Mapping[str, str], timer: str
             ) -> dict[str, Any]:

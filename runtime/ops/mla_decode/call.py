@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.codegen.families.flashmla.launch import DecodeSizes, QuerySizes
-from flashgen.codegen.families.launch import program_of
+from flashgen.codegen.families.registry import program_of
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
 from flashgen.runtime.launch.driver import api
