@@ -47,7 +47,7 @@ class Selector(NamedTuple):
     window: bool
     lse: bool
     batch_invariant: bool
-    traits: tuple[tuple[Name, bool | int | None], ...]  # of the family, in its order
+    traits: tuple[tuple[Name, object], ...]  # of the family, in its order
 
 
 class Preference(NamedTuple):

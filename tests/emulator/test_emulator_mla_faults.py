@@ -67,7 +67,7 @@ def report_with(name: str, fault: Site | str | None, most: int | None = None) ->
     kernel.alive = 0 if fault is None else kernel.numbers[fault]
 
     def kernel_for(wanted: Any, device: Any) -> Any:
-        return kernel if wanted.pass_ == "decode" else true_kernel(wanted, device)
+        return kernel if wanted.op == "mla_decode" else true_kernel(wanted, device)
 
     spec = MUTATED[name]
     changes = {"page_size": {64: 64, 1: 16, None: None}[spec.page_size], "head_dim_qk": spec.head_dim_qk,

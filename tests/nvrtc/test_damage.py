@@ -19,8 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny
 
+<<<<<<< HEAD
 from flashgen.codegen.families.registry import program_of
 from flashgen.codegen.families.shared.launch import Sizes
+=======
+from flashgen.codegen.families.registry import op_of
+>>>>>>> families
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import plan_and_source
 from flashgen.codegen.spec.spec import load_specs, shipped_spec_paths, variant_spec_paths
@@ -48,8 +52,8 @@ WANTED = [Wanted("bf16", 128, 128, True, False, "dense", True), Wanted("bf16", 6
 def _plans() -> list[Plan]:
     """Of each family and pass one that the calls of WANTED ask for, and one with expressions."""
     shipped = [spec for path in shipped_spec_paths() for spec in load_specs(path).specs if spec.arch == "sm_90a"]
-    specs = [next(spec for spec in shipped if (spec.pass_, spec.dtype, spec.head_dim_qk, spec.causal, spec.kv_layout)
-                  == (w.pass_, w.dtype, w.head_dim_qk, w.causal, w.kv_layout)) for w in WANTED]
+    specs = [next(spec for spec in shipped if (op_of(spec), spec.dtype, spec.head_dim_qk, spec.causal, spec.kv_layout)
+                  == (w.op, w.dtype, w.head_dim_qk, w.causal, w.kv_layout)) for w in WANTED]
     softcap = next(path for path in variant_spec_paths() if path.stem == "softcap")
     return [plan_and_source(spec)[0] for spec in (*specs, load_specs(softcap).specs[0])]
 
@@ -72,8 +76,14 @@ def serve(folder: Path) -> int:
             plan = registry.kernel(wanted, 0).plan
             if isinstance(plan, Plan):
                 served += 1
+<<<<<<< HEAD
                 if wanted.pass_ == "fwd":
                     program_of(plan, Sizes(2, 99, 99, 4, 2), 132)
+=======
+                if wanted.op == "attention":
+                    launch_values(plan, num_sms=132, batch=2, seqlen_q=99, seqlen_kv=99, num_heads_q=4, num_heads_kv=2,
+                                  softmax_scale=1.0, top_left=False, window=(-1, -1), strides={})
+>>>>>>> families
     for selector in bundle.selectors():
         bundle.get(selector)
     return served
