@@ -19,12 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny
 
-<<<<<<< HEAD
-from flashgen.codegen.families.registry import program_of
+from flashgen.codegen.families.registry import op_of, program_of
 from flashgen.codegen.families.shared.launch import Sizes
-=======
-from flashgen.codegen.families.registry import op_of
->>>>>>> families
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import plan_and_source
 from flashgen.codegen.spec.spec import load_specs, shipped_spec_paths, variant_spec_paths
@@ -76,14 +72,8 @@ def serve(folder: Path) -> int:
             plan = registry.kernel(wanted, 0).plan
             if isinstance(plan, Plan):
                 served += 1
-<<<<<<< HEAD
-                if wanted.pass_ == "fwd":
-                    program_of(plan, Sizes(2, 99, 99, 4, 2), 132)
-=======
                 if wanted.op == "attention":
-                    launch_values(plan, num_sms=132, batch=2, seqlen_q=99, seqlen_kv=99, num_heads_q=4, num_heads_kv=2,
-                                  softmax_scale=1.0, top_left=False, window=(-1, -1), strides={})
->>>>>>> families
+                    program_of(plan, Sizes(2, 99, 99, 4, 2), 132)
     for selector in bundle.selectors():
         bundle.get(selector)
     return served
