@@ -196,6 +196,11 @@ class Plan:
         return () if level is None else (f"--ptxas-options=--register-usage-level={level}",)
 
     @property
+    def step(self) -> str:
+        """The kernel's name in a program: which kernel of its pass it is, or, of a pass with one, the pass."""
+        return str(dict(self.spec).get("kernel") or self.pass_)
+
+    @property
     def kernel_name(self) -> str:
         """`<variant>.<target>`, the name of files; the CUDA entry is `variant`."""
         return f"{self.variant}.{self.target}"

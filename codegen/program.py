@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Number = int | float
-BUFFER_DTYPES = {"f32": "float32", "i32": "int32"}  # as torch names them
+BUFFER_DTYPES = {"f32": "float32", "i32": "int32", "bf16": "bfloat16", "fp16": "float16"}  # as torch names them
 Life = Literal["scratch", "zeroed", "counters"]
 
 
@@ -31,7 +31,7 @@ class Buffer(NamedTuple):
 class Step(NamedTuple):
     """One launch of one kernel."""
 
-    kernel: str                  # the plan it launches, by its name in the program: its pass
+    kernel: str                  # the plan it launches, by its name in the program: Plan.step
     grid_x: int                  # blocks
     threads: int                 # of a block
     values: Mapping[str, Number]  # by name: every parameter that is no pointer, and all that tensor maps are made of

@@ -66,7 +66,7 @@ def _loops_of_mask(plan: Plan) -> tuple[KvLoop, ...]:
     mask = dict(plan.slots).get("mask")
     if dict(plan.flags).get("one_loop"):
         return ONE_LOOP
-    return MASKS[mask].loops[plan.family] if mask else ()
+    return MASKS[mask].loops.get(plan.family, ()) if mask else ()
 
 
 def plan_and_source(spec: Spec) -> tuple[Plan, Source]:

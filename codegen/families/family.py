@@ -64,6 +64,7 @@ class Pass:
     explain: Callable[..., Any] | None = None  # from (plan, spec), registers=, variants= and the sizes of a call
     one_variant: bool = False                # the same kernel for all variants of a file
     prefer: Prefer | None = None             # which values of traits serve a call of these sizes best
+    kernels: tuple[tuple[tuple[str, Any], ...], ...] = ((),)  # of one call, in their order: traits that tell them apart
 
 
 @dataclass(frozen=True)

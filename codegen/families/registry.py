@@ -8,6 +8,7 @@ from flashgen.codegen.families.fa2.family import FA2
 from flashgen.codegen.families.fa3.family import FA3
 from flashgen.codegen.families.family import Family, Pass
 from flashgen.codegen.families.flashmla.family import FLASHMLA
+from flashgen.codegen.families.standard.family import STANDARD
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Program
 from flashgen.codegen.target import TARGETS, Target
@@ -16,7 +17,7 @@ from flashgen.errors import PlanError
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (FA2, FA3, FLASHMLA)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (FA2, FA3, FLASHMLA, STANDARD)}
 DEFAULT = next(family.name for family in FAMILIES.values() if family.default)
 
 
@@ -69,9 +70,9 @@ def launch_pass(plan: Plan) -> Pass | None:
 
 
 def program_of(plan: Plan, sizes: Any, num_sms: int, *helpers: Plan) -> Program:
-    """What a call with these sizes launches on `num_sms` SMs. `helpers`: plans of kernels that run before `plan`'s."""
+    """What a call with these sizes launches on `num_sms` SMs. `helpers`: plans of the program's other kernels."""
     rule = launch_pass(plan)
     if rule is None:
         raise PlanError(f"no launch rules for family {plan.family}", where=plan.kernel_name,
                         allowed=", ".join(FAMILIES))
-    return rule.launch({one.pass_: one for one in (plan, *helpers)}, sizes, num_sms)
+    return rule.launch({one.step: one for one in (plan, *helpers)}, sizes, num_sms)

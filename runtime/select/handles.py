@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashgen.codegen.expr.tree import Param, ScalarParam
+from flashgen.codegen.families.registry import pass_of
 from flashgen.codegen.spec.expressions import plain_params
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths, spec_path, variant_spec_paths
 from flashgen.errors import SpecError, UnsupportedError
@@ -96,7 +97,8 @@ def forget_paths() -> None:
 
 def opened(handle: str) -> Variant | tuple[Spec, ...]:
     """What a handle names: read from its file, or made anew from its JSON. Raises SpecError."""
-    for prefix, make in ((_VARIANT, lambda fields: variant(**fields)), (_SPEC, lambda fields: (Spec(**fields),))):
+    for prefix, make in ((_VARIANT, lambda fields: variant(**fields)),
+                         (_SPEC, lambda fields: with_siblings(Spec(**fields)))):
         if handle.startswith(prefix):
             try:
                 fields = json.loads(handle[len(prefix):])
@@ -106,6 +108,11 @@ def opened(handle: str) -> Variant | tuple[Spec, ...]:
                 raise SpecError(f"{title(handle)} is no JSON object", where="spec", allowed="what flashgen wrote")
             return make(fields)
     return load_specs(spec_path(handle)).specs
+
+
+def with_siblings(spec: Spec) -> tuple[Spec, ...]:
+    """The specs of all kernels that a call of this one launches."""
+    return tuple(spec.with_(**dict(traits)) for traits in pass_of(spec).kernels)
 
 
 def title(handle: str) -> str:

@@ -10,11 +10,11 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Program
 from flashgen.codegen.spec.rule import Only
 
-_HEAD_DIMS = range(8, 257, 8)
+HEAD_DIMS = range(8, 257, 8)
 
 ONLY = (
-    Only("head_dim_qk", _HEAD_DIMS, "what their tiles cover"),
-    Only("head_dim_v", _HEAD_DIMS, "what their tiles cover"),
+    Only("head_dim_qk", HEAD_DIMS, "what their tiles cover"),
+    Only("head_dim_v", HEAD_DIMS, "what their tiles cover"),
     Only("kv_layout", ("dense", "varlen")),
 )
 

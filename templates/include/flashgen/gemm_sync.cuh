@@ -39,8 +39,22 @@ FG_DEVICE void gemm_scores(float (&s)[M][N][4], const Query& query, const View& 
   }
 }
 
+// o += a v for k-step k (16 keys), where `a` is the A fragment of the weights. V rows are keys, so ldmatrix transposes.
+template <class Element, class View, int M, int V>
+FG_DEVICE void add_values(float (&o)[M][V][4], const uint32_t (&a)[M][4], const View& values, int k) {
+#pragma unroll
+  for (int n = 0; n < V / 2; ++n) {
+    uint32_t b[4];
+    ldmatrix_x4_trans(b, values.at(k, n));
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      mma_m16n8k16(Element{}, o[m][2 * n], a[m], b[0], b[1]);
+      mma_m16n8k16(Element{}, o[m][2 * n + 1], a[m], b[2], b[3]);
+    }
+  }
+}
+
 // o += p v. The score fragment of 16 keys is, packed, the A fragment of that k-step: P never leaves registers.
-// V rows are keys, so ldmatrix transposes.
 template <class Element, class View, int M, int N, int V>
 FG_DEVICE void gemm_values(float (&o)[M][V][4], const float (&p)[M][N][4], const View& values) {
 #pragma unroll
@@ -53,15 +67,6 @@ FG_DEVICE void gemm_values(float (&o)[M][V][4], const float (&p)[M][N][4], const
       a[m][2] = pack2(Element{}, p[m][2 * k + 1][0], p[m][2 * k + 1][1]);
       a[m][3] = pack2(Element{}, p[m][2 * k + 1][2], p[m][2 * k + 1][3]);
     }
-#pragma unroll
-    for (int n = 0; n < V / 2; ++n) {
-      uint32_t b[4];
-      ldmatrix_x4_trans(b, values.at(k, n));
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        mma_m16n8k16(Element{}, o[m][2 * n], a[m], b[0], b[1]);
-        mma_m16n8k16(Element{}, o[m][2 * n + 1], a[m], b[2], b[3]);
-      }
-    }
+    add_values<Element>(o, a, values, k);
   }
 }
