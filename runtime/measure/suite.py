@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.measure.bench import Call, Device, Peer, figures, results_name
-from flashgen.runtime.measure.grid import default_grid
+from flashgen.runtime.measure.grid import Axis, default_grid
 
 if TYPE_CHECKING:
     from flashgen.codegen.explain.counts import Shape
@@ -71,14 +71,11 @@ def listed(means: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
 
 
-def in_json(case: Any) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(case).items()}
-
-
 class Bench:
     """What is timed of an operation, beside whom, and how the rows read."""
 
     case: ClassVar[Callable[..., Any]]             # from the values of a row
+    axes: ClassVar[Mapping[str, Axis]]             # the keys of a grid
     read: ClassVar[Callable[[str], Sequence[Any]]]  # the cases of a grid; SpecError says what is wrong
     pass_: ClassVar[str]                           # of the kernels that are timed
     peers: ClassVar[tuple[str, ...]]               # their names
@@ -107,12 +104,17 @@ class Bench:
         return cast("Timed", import_module(self.module))
 
     def row(self, job: Any, medians: Mapping[str, float], refused: Mapping[str, str], timer: str) -> dict[str, Any]:
-        return {"case": {**in_json(job.case), "variant": f"{job.spec.variant}.{job.spec.arch}"},
+        return {"case": {**self.in_json(job.case), "variant": f"{job.spec.variant}.{job.spec.arch}"},
                 **figures(medians, refused, job.case.flops, job.case.bytes)}
 
     def notes(self, device: Device, seconds: Mapping[str, float]) -> dict[str, Any]:
         """What the document holds besides its rows."""
         return {}
+
+    def in_json(self, case: Any) -> dict[str, Any]:
+        """Of a case, what a grid can say."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(case).items()
+                if key in self.axes}
 
     def case_of(self, row: Row) -> Any:
         """The case of a row, also of one that was read from JSON."""

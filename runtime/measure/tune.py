@@ -79,7 +79,7 @@ class Tuning:
     def to_json(self) -> dict[str, Any]:
         rows = [{"variant": t.candidate.spec.variant, "tiling": asdict(t.candidate.tiling), "ms": list(t.ms),
                  "tflops": self.tflops(t), "ratio": self.ratio(t), "present": t is self.present} for t in self.ranked]
-        return {**self.facts, "cases": [asdict(case) for case in self.cases], "rows": rows,
+        return {**self.facts, "cases": [bench_of(self.found.spec).in_json(case) for case in self.cases], "rows": rows,
                 "unbuilt": [asdict(fault) for fault in self.unbuilt], "wrong": [asdict(fault) for fault in self.wrong],
                 "considered": self.found.considered, "dropped": [asdict(row) for row in self.found.dropped]}
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import tiles_of_warpgroups
 from sampling import SOAK_RUNS, in_turn
-from strategies import problems
+from strategies import edge_lengths, problems
 
 from flashgen.codegen.families.fa3 import split
 from flashgen.codegen.families.registry import lower, program_of
@@ -26,7 +26,7 @@ from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import PlanError, UnsupportedError
 from flashgen.runtime.emulator.kernel import emulated_sms
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule
-from flashgen.runtime.ops.attention.edges import company_problem, edge_lengths, masks
+from flashgen.runtime.ops.attention.edges import company_problem, masks
 from flashgen.runtime.ops.attention.op import alone_and_in_company, future_keys, head_major, spread, strided
 from flashgen.runtime.ops.attention.problem import Problem
 from flashgen.runtime.verify.compare import check_bits

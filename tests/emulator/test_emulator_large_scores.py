@@ -17,7 +17,7 @@ from sampling import one_in
 
 from flashgen.codegen.spec.spec import Spec
 from flashgen.runtime.emulator.kernel import emulated_sms
-from flashgen.runtime.ops.attention.problem import run_poisoned
+from flashgen.runtime.ops.attention.op import run_poisoned
 from flashgen.runtime.ops.mla_decode.problem import run_poisoned as run_mla
 
 SMALL = {"tile": {"m": 128, "n": 32}, "stages": 2}

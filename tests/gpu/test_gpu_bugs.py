@@ -12,8 +12,8 @@ import torch
 from kit import attend, solved, verified
 from torch import Tensor
 
-from flashgen.runtime.ops.attention.op import head_major, spread
-from flashgen.runtime.ops.attention.problem import Inputs, Problem, run_poisoned
+from flashgen.runtime.ops.attention.op import head_major, run_poisoned, spread
+from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.verify.compare import check, check_bits, named
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from kit import assert_one_rounding_apart, runs_here
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.runtime.emulator.schedule import Schedule, scheduled
 from flashgen.runtime.emulator.toolchain import COMPILERS
-from flashgen.runtime.ops.attention.problem import run_poisoned
+from flashgen.runtime.ops.attention.op import run_poisoned
 
 pytestmark = pytest.mark.gpu
 SPECS = [spec for path in shipped_spec_paths() for spec in load_specs(path).specs

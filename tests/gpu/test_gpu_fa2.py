@@ -13,7 +13,8 @@ from strategies import problems
 from flashgen.codegen.families.registry import lower
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.runtime.ops.attention.edges import masks
-from flashgen.runtime.ops.attention.problem import Problem, run_poisoned
+from flashgen.runtime.ops.attention.op import run_poisoned
+from flashgen.runtime.ops.attention.problem import Problem
 from flashgen.runtime.verify.compare import check_bits
 from flashgen.runtime.verify.verify import verify_spec
 

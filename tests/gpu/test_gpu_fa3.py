@@ -20,10 +20,9 @@ from flashgen.codegen.families.registry import lower, program_of
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.runtime.launch.tensor_map import fits_maps
-from flashgen.runtime.ops.attention.bench import Case
 from flashgen.runtime.ops.attention.edges import Mask, company_problem, masks, tile_shape
-from flashgen.runtime.ops.attention.op import alone_and_in_company, head_major, spread
-from flashgen.runtime.ops.attention.problem import Inputs, Problem, run_poisoned
+from flashgen.runtime.ops.attention.op import alone_and_in_company, head_major, run_poisoned, spread
+from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.ops.attention.timed import draw
 from flashgen.runtime.select.lookup import why
 from flashgen.runtime.select.selector import Wanted
@@ -169,10 +168,9 @@ DATA_SPECS = [spec for spec in SPECS if spec.dtype == "bf16" and not spec.window
 def test_scores_that_grow_fall_or_stand_out(data: str, spec: Spec, device: str) -> None:
     """The reference of a row is raised many times, never after the first tile, or by a lot."""
     lengths: Any = ((517, 130), (2049, 400)) if spec.kv_layout == "varlen" else (517, 2049)
-    case = Case(2, *lengths, 4, 2, spec.head_dim_qk, spec.head_dim_v, spec.causal)
-    x = draw(case, data.replace("falling", "growing"), torch.Generator(device).manual_seed(1))
-    k = x.k.flip(-3) if data == "falling" else x.k
-    inputs = Inputs(x.q, k, x.v, spec.causal, cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_kv=x.cu_seqlens_kv)
+    case = Problem(2, *lengths, 4, 2, spec.head_dim_qk, spec.head_dim_v, spec.causal)
+    x = draw(case, data.replace("falling", "growing"), 1, device)
+    inputs = x.with_(k=x.k.flip(-3)) if data == "falling" else x
     out, lse = run(spec, inputs)
     # The same scores written as a scale of 8, which is what the contract's bound on lse goes by.
     scaled = inputs.with_(q=inputs.q / 8, softmax_scale=8 * spec.head_dim_qk**-0.5)

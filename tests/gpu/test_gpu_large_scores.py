@@ -8,7 +8,7 @@ from large_scores import PATTERNS, SOFT, inputs_of, judge, mla_inputs_of
 from mla_kit import MLA_SPECS
 
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
-from flashgen.runtime.ops.attention.problem import run_poisoned
+from flashgen.runtime.ops.attention.op import run_poisoned
 from flashgen.runtime.ops.mla_decode.problem import run_poisoned as run_mla
 
 pytestmark = pytest.mark.gpu

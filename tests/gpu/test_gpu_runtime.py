@@ -20,7 +20,8 @@ import flashgen
 from flashgen.codegen.spec.spec import Spec, Tile
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import FlashgenError, PlanError
-from flashgen.runtime.ops.attention.problem import Inputs, Problem, run_poisoned
+from flashgen.runtime.ops.attention.op import run_poisoned
+from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.verify.compare import check, check_bits, named
 
 pytestmark = pytest.mark.gpu

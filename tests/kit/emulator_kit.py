@@ -29,7 +29,8 @@ from flashgen.runtime.emulator.report import KernelFault
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule, scheduled
 from flashgen.runtime.emulator.toolchain import compile_kernel
 from flashgen.runtime.ops.attention.edges import emulated_problems, tile_shape
-from flashgen.runtime.ops.attention.problem import Inputs, Problem, run_poisoned
+from flashgen.runtime.ops.attention.op import run_poisoned
+from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.select import lookup
 from flashgen.runtime.verify.compare import check, named
 from flashgen.runtime.verify.subject import Subject

@@ -59,7 +59,7 @@ def attend(inputs: Inputs, **more: Any) -> Any:
 def verified(inputs: Inputs, problem: Problem | str = "", *, spec: Spec | None = None,
              lse: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of flashgen.attention from poisoned memory, judged against fp64; lse is empty if not wanted."""
-    from flashgen.runtime.ops.attention.problem import run_poisoned
+    from flashgen.runtime.ops.attention.op import run_poisoned
 
     out, found = run_poisoned(inputs, spec=spec, lse=lse)
     check(named(out, found), inputs, label=f"{spec.variant if spec else 'attention'}, {problem}",

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from flashgen.runtime.ops.attention.edges import HEADS, Mask, edge_lengths
+from flashgen.runtime.ops.attention.edges import HEADS, Mask
 from flashgen.runtime.ops.attention.problem import Problem
 
 HEAD_DIMS = (8, 32, 40, 64, 72, 96, 128)
@@ -11,6 +11,10 @@ ALL_MASKS: tuple[Mask, ...] = (
     (False, (-1, -1)), (True, (-1, -1)), ("top_left", (-1, -1)), (False, (0, 0)), (False, (-1, 3)), (False, (5, -1)),
     (False, (17, 40)), (True, (7, -1)), ("top_left", (0, 2)), (False, (2**31 - 1, 2**31 - 1)),
 )
+
+
+def edge_lengths(tile: int) -> tuple[int, ...]:
+    return (0, 1, tile - 1, tile, tile + 1, 2 * tile + 3)
 
 
 def lengths(tile: int) -> st.SearchStrategy[int]:

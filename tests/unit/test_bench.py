@@ -36,7 +36,8 @@ from flashgen.runtime.measure.bench import (
     write_results,
 )
 from flashgen.runtime.ops import registry
-from flashgen.runtime.ops.attention.bench import AttentionBench, Case, load_grid
+from flashgen.runtime.ops.attention.bench import AttentionBench, load_grid
+from flashgen.runtime.ops.attention.problem import Problem
 
 settings.register_profile("bench", deadline=None, derandomize=True)
 settings.load_profile("bench")
@@ -131,7 +132,7 @@ class FakeDevice:
 class FakeJob(NamedTuple):
     """Ours takes 1 ms per GFLOP-equivalent unit of the case."""
 
-    case: Case
+    case: Problem
     spec: Spec
     inputs: Sequence[Any]
 
@@ -160,10 +161,10 @@ class FakeBench(AttentionBench):
             return [lambda: self.factors[peer] * job.case.flops / 1e12] * len(job.inputs)
         return Peer(start)
 
-    def inputs(self, device: Any, case: Case, spec: Spec) -> Any:
+    def inputs(self, device: Any, case: Problem, spec: Spec) -> Any:
         return range(sets_needed(case.bytes, device.l2_bytes))
 
-    def job(self, case: Case, spec: Spec, inputs: Any) -> Any:
+    def job(self, case: Problem, spec: Spec, inputs: Any) -> Any:
         return FakeJob(case, spec, inputs)
 
 
@@ -209,7 +210,7 @@ def test_means_by_head_dims_and_the_worst_row() -> None:
 
 
 def test_a_row_gives_its_case_back() -> None:
-    for case in (Case(2, (3, 5), (3, 5), 4, 2, 192, 128, True, (7, -1), "fp16"), Case(1, 2, 3, 1, 1, 8, 8)):
+    for case in (Problem(2, (3, 5), (3, 5), 4, 2, 192, 128, True, (7, -1), "fp16"), Problem(1, 2, 3, 1, 1, 8, 8)):
         row = SUITE.row(FakeJob(case, SPECS[0], ()), {OURS: 1.0}, {}, "graph")
         assert SUITE.case_of(row) == SUITE.case_of(json.loads(json.dumps(row))) == case
 
@@ -229,7 +230,7 @@ def test_a_commit_can_be_given() -> None:
 
 def test_our_own_refusal_is_not_swallowed() -> None:
     class Unable(FakeBench):
-        def job(self, case: Case, spec: Spec, inputs: Any) -> Any:
+        def job(self, case: Problem, spec: Spec, inputs: Any) -> Any:
             raise UnsupportedError("cannot")
 
     with pytest.raises(UnsupportedError, match="cannot"):

@@ -9,7 +9,8 @@ from flashgen.codegen.mask import visible_pairs
 from flashgen.codegen.spec.spec import load_specs, spec_path
 from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime.measure.grid import ROOT, default_grid
-from flashgen.runtime.ops.attention.bench import Case, load_grid, variants_for
+from flashgen.runtime.ops.attention.bench import load_grid, variants_for
+from flashgen.runtime.ops.attention.problem import Problem
 
 SPECS = load_specs(spec_path("fa2_fwd")).specs
 FA3_SPECS = [spec for name in ("fa3_fwd", "fa3_fwd_d192_v128") for spec in load_specs(spec_path(name)).specs]
@@ -42,7 +43,7 @@ def test_inline_grid_multiplies() -> None:
     assert len(cases) == len(set(cases)) == 8
     assert load_grid("{batch: 1, hidden: 256, head_dim_qk: 64, seqlen_q: 8, seqlen_kv: 9, num_heads_kv: 2, "
                      "window: [[1, -1], [2, 3]], dtype: fp16}") == (
-        Case(1, 8, 9, 4, 2, 64, 64, False, (1, -1), "fp16"), Case(1, 8, 9, 4, 2, 64, 64, False, (2, 3), "fp16"))
+        Problem(1, 8, 9, 4, 2, 64, 64, False, (1, -1), "fp16"), Problem(1, 8, 9, 4, 2, 64, 64, False, (2, 3), "fp16"))
     assert load_grid("{batch: 1, num_heads_q: 1, head_dim_qk: 8, seqlen_q: 1, window: [4, 0]}")[0].window == (4, 0)
 
 
@@ -67,28 +68,28 @@ def test_grid_errors(grid: str, words: str) -> None:
 
 
 def test_flops_and_bytes() -> None:
-    full = Case(2, 1024, 1024, 16, 16, 128, 128)
+    full = Problem(2, 1024, 1024, 16, 16, 128, 128)
     assert full.flops == 4 * 2 * 16 * 1024 * 1024 * 128
     assert full.bytes == 4 * 2 * 16 * 1024 * 128 * 2
-    causal = Case(2, 1024, 1024, 16, 16, 128, 128, causal=True)
+    causal = Problem(2, 1024, 1024, 16, 16, 128, 128, causal=True)
     assert causal.flops * 2 * 1024 == full.flops * 1025
-    assert Case(1, 4, 8, 4, 2, 192, 128).bytes == (4 * 4 + 8 * 2) * 320 * 2
-    assert Case(1, 4, 8, 1, 1, 8, 8, window=(0, 0)).flops == 2 * 4 * 16
-    assert Case(1, 4, 8, 1, 1, 8, 8, causal=True, window=(0, 9)).flops == 2 * 4 * 16
-    assert Case(1, 4, 8, 4, 2, 192, 128, causal=True, window=(5, -1), dtype="fp16").label == (
+    assert Problem(1, 4, 8, 4, 2, 192, 128).bytes == (4 * 4 + 8 * 2) * 320 * 2
+    assert Problem(1, 4, 8, 1, 1, 8, 8, window=(0, 0)).flops == 2 * 4 * 16
+    assert Problem(1, 4, 8, 1, 1, 8, 8, causal=True, window=(0, 9)).flops == 2 * 4 * 16
+    assert Problem(1, 4, 8, 4, 2, 192, 128, causal=True, window=(5, -1), dtype="fp16").label == (
         "D192/128 H4/2 B1 S4/8 causal window 5,-1 fp16")
 
 
 def test_variants_come_from_the_closest_target() -> None:
-    case = Case(1, 64, 64, 1, 1, 128, 128, causal=True)
+    case = Problem(1, 64, 64, 1, 1, 128, 128, causal=True)
     assert [s.variant for s in variants_for(case, SPECS, ["sm_90a", "sm_90"], SMS)] == ["fa2_fwd_bf16_d128_causal"]
     more = [*SPECS, next(s for s in SPECS if s.arch == "sm_90" and s.variant == "fa2_fwd_bf16_d128_causal").with_(
         stages=3)]
     assert len(variants_for(case, more, ["sm_90"], SMS)) == 2
-    windowed = variants_for(Case(1, 64, 64, 1, 1, 128, 128, causal=True, window=(9, -1)), SPECS, ["sm_90"], SMS)
+    windowed = variants_for(Problem(1, 64, 64, 1, 1, 128, 128, causal=True, window=(9, -1)), SPECS, ["sm_90"], SMS)
     assert [s.window for s in windowed] == [True]
     with pytest.raises(UnsupportedError, match="D72"):
-        variants_for(Case(1, 64, 64, 1, 1, 72, 72), SPECS, ["sm_90"], SMS)
+        variants_for(Problem(1, 64, 64, 1, 1, 72, 72), SPECS, ["sm_90"], SMS)
 
 
 # -- varlen, windows, several grids in one file
@@ -97,13 +98,13 @@ def test_variants_come_from_the_closest_target() -> None:
 def test_a_grid_of_grids() -> None:
     cases = load_grid("[{batch: 1, num_heads_q: 1, head_dim_qk: 8, seqlen_q: 1}, "
                       "{lengths: [[3, 0, 5], [7]], hidden: 16, head_dim_qk: 8, causal: true}]")
-    assert cases == (Case(1, 1, 1, 1, 1, 8, 8), Case(3, (3, 0, 5), (3, 0, 5), 2, 2, 8, 8, True),
-                     Case(1, (7,), (7,), 2, 2, 8, 8, True))
+    assert cases == (Problem(1, 1, 1, 1, 1, 8, 8), Problem(3, (3, 0, 5), (3, 0, 5), 2, 2, 8, 8, True),
+                     Problem(1, (7,), (7,), 2, 2, 8, 8, True))
     assert [case.varlen for case in cases] == [False, True, True]
     assert cases[1].lengths == ((3, 3), (0, 0), (5, 5)) and cases[1].label == "D8 H2 B3 S0-5 varlen causal"
 
 
-def pairs_one_by_one(case: Case) -> int:
+def pairs_one_by_one(case: Problem) -> int:
     left, right = case.window
     seen = 0
     for queries, keys in case.lengths:
@@ -116,19 +117,19 @@ def pairs_one_by_one(case: Case) -> int:
 
 
 @pytest.mark.parametrize("case", [
-    Case(3, (3, 0, 5), (3, 0, 5), 2, 2, 8, 8), Case(3, (3, 1, 5), (9, 1, 2), 2, 1, 8, 16, True),
-    Case(2, (13, 4), (13, 4), 2, 1, 8, 8, True, (3, -1)), Case(2, 13, 20, 2, 1, 8, 8, True, (3, 0)),
-    Case(2, 13, 20, 2, 1, 8, 8, False, (3, 2)), Case(1, 20, 13, 1, 1, 8, 8, True),
+    Problem(3, (3, 0, 5), (3, 0, 5), 2, 2, 8, 8), Problem(3, (3, 1, 5), (9, 1, 2), 2, 1, 8, 16, True),
+    Problem(2, (13, 4), (13, 4), 2, 1, 8, 8, True, (3, -1)), Problem(2, 13, 20, 2, 1, 8, 8, True, (3, 0)),
+    Problem(2, 13, 20, 2, 1, 8, 8, False, (3, 2)), Problem(1, 20, 13, 1, 1, 8, 8, True),
 ], ids=lambda case: case.label)
-def test_flops_are_those_of_the_visible_pairs(case: Case) -> None:
+def test_flops_are_those_of_the_visible_pairs(case: Problem) -> None:
     assert case.flops == 2 * case.num_heads_q * pairs_one_by_one(case) * (case.head_dim_qk + case.head_dim_v)
 
 
 def test_varlen_and_gqa_in_bytes_and_labels() -> None:
-    case = Case(2, (3, 5), (30, 50), 4, 2, 192, 128)
+    case = Problem(2, (3, 5), (30, 50), 4, 2, 192, 128)
     assert case.bytes == (8 * 4 + 80 * 2) * 320 * 2
     assert case.label == "D192/128 H4/2 B2 S3-5/30-50 varlen full" and case.head_dims == "D192/128"
-    long = Case(1, (2**20,), (2**20,), 1, 1, 64, 64, True)  # in closed form
+    long = Problem(1, (2**20,), (2**20,), 1, 1, 64, 64, True)  # in closed form
     assert long.flops == 256 * visible_pairs(2**20, 2**20, (-1, 0)) == 256 * (2**20 * (2**20 + 1) // 2)
 
 
@@ -148,7 +149,7 @@ def test_fa3_grids() -> None:
 
 def test_of_two_that_split_or_not_a_call_gets_one() -> None:
     for tiles, splits in ((SMS, False), (1, True)):  # whole waves of query tiles, and one tile for all SMs
-        case = Case(tiles, 128, 16384, 1, 1, 128, 128)
+        case = Problem(tiles, 128, 16384, 1, 1, 128, 128)
         assert [spec.split for spec in variants_for(case, FA3_SPECS, HOPPER, SMS)] == [splits]
     unsplit = [spec for spec in FA3_SPECS if not spec.split]
     assert [spec.split for spec in variants_for(case, unsplit, HOPPER, SMS)] == [False]

@@ -18,8 +18,9 @@ from flashgen.runtime.measure import bench
 from flashgen.runtime.measure import device as bench_device
 from flashgen.runtime.measure.bench import Refused
 from flashgen.runtime.ops.attention import overhead, timed
-from flashgen.runtime.ops.attention.bench import BENCH, Case, load_grid
-from flashgen.runtime.ops.attention.timed import Inputs, draw
+from flashgen.runtime.ops.attention.bench import BENCH, load_grid
+from flashgen.runtime.ops.attention.problem import Inputs, Problem
+from flashgen.runtime.ops.attention.timed import draw
 from flashgen.runtime.verify.reference import reference
 
 SPECS = load_specs(spec_path("fa2_fwd")).specs
@@ -33,27 +34,27 @@ def test_peers_refuse_masks_they_align_otherwise() -> None:
     for name in ("sdpa-fa2", "sdpa-cudnn"):
         prepare = timed.PEERS[name][1]
         with pytest.raises(Refused, match="top-left"):
-            prepare(Case(1, 4, 8, 1, 1, 64, 64, causal=True))
+            prepare(Problem(1, 4, 8, 1, 1, 64, 64, causal=True))
         with pytest.raises(Refused, match="window"):
-            prepare(Case(1, 4, 4, 1, 1, 64, 64, window=(1, 1)))
-        prepare(Case(1, 4, 8, 1, 1, 64, 64))
+            prepare(Problem(1, 4, 4, 1, 1, 64, 64, window=(1, 1)))
+        prepare(Problem(1, 4, 8, 1, 1, 64, 64))
         with pytest.raises(Refused, match="packed"):
-            prepare(Case(1, (4,), (4,), 1, 1, 64, 64))
+            prepare(Problem(1, (4,), (4,), 1, 1, 64, 64))
     with pytest.raises(Refused, match="packed"):
-        timed.PEERS["flex"][1](Case(1, (4,), (4,), 1, 1, 64, 64))
+        timed.PEERS["flex"][1](Problem(1, (4,), (4,), 1, 1, 64, 64))
     with pytest.raises(Refused, match="sdpa-fa2"):
-        timed.PEERS["torch-varlen"][1](Case(1, 4, 8, 1, 1, 64, 64))
+        timed.PEERS["torch-varlen"][1](Problem(1, 4, 8, 1, 1, 64, 64))
 
 
-SMALL_CASES = [Case(2, 33, 33, 4, 2, 16, 16), Case(1, 33, 33, 2, 2, 16, 16, causal=True),
-               Case(1, 20, 33, 2, 1, 16, 16, causal=True), Case(1, 20, 33, 2, 1, 16, 16, window=(5, 3)),
-               Case(1, 20, 33, 2, 1, 16, 16, causal=True, window=(5, -1))]
+SMALL_CASES = [Problem(2, 33, 33, 4, 2, 16, 16), Problem(1, 33, 33, 2, 2, 16, 16, causal=True),
+               Problem(1, 20, 33, 2, 1, 16, 16, causal=True), Problem(1, 20, 33, 2, 1, 16, 16, window=(5, 3)),
+               Problem(1, 20, 33, 2, 1, 16, 16, causal=True, window=(5, -1))]
 
 
 @pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.label)
 @pytest.mark.parametrize("name", ["sdpa", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_peers_answer_the_same_question(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_answer_the_same_question(name: str, case: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, uncompiled: heads, layout and mask as ours."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     generator = torch.Generator().manual_seed(0)
@@ -62,7 +63,7 @@ def test_peers_answer_the_same_question(name: str, case: Case, monkeypatch: pyte
         return torch.randn(case.batch, seqlen, heads, 16, generator=generator)
 
     x = Inputs(normal(case.seqlen_q, case.num_heads_q), normal(case.seqlen_kv, case.num_heads_kv),
-                            normal(case.seqlen_kv, case.num_heads_kv), torch.empty(0))
+                            normal(case.seqlen_kv, case.num_heads_kv))
     try:
         attend = timed._flex(case, "cpu") if name == "flex" else timed._sdpa("MATH")(case)
     except Refused:
@@ -89,11 +90,11 @@ def test_fa3_is_found_under_either_name(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "fa3_fwd_interface.py").write_text(FA3_STUB)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert absent() is None
-    x = Inputs("q", "k", "v", "out", "cu_q", "cu_kv")  # type: ignore[arg-type]
+    x = Inputs("q", "k", "v", cu_seqlens_q="cu_q", cu_seqlens_kv="cu_kv")  # type: ignore[arg-type]
     assert prepare(SMALL_CASES[2])(x) == ("q", "k", "v", True, (-1, -1), 1)
     assert prepare(SMALL_CASES[3])(x) == ("q", "k", "v", False, (5, 3), 1)
     assert splitting(SMALL_CASES[4])(x) == ("q", "k", "v", True, (5, 0), 0)
-    packed = Case(2, (3, 9), (7, 5), 1, 1, 64, 64, causal=True)
+    packed = Problem(2, (3, 9), (7, 5), 1, 1, 64, 64, causal=True)
     assert prepare(packed)(x) == ("q", "k", "v", "cu_q", "cu_kv", 9, 7, True, (-1, -1), 1)
 
 
@@ -106,25 +107,24 @@ def test_torch_varlen_takes_windows_and_packed_sequences(monkeypatch: pytest.Mon
     def older(q, k, v, cu_q, cu_kv, max_q, max_kv, *, is_causal=False):  # type: ignore[no-untyped-def]
         found.append((max_q, max_kv, is_causal))
 
-    window, packed = Case(2, 3, 4, 2, 1, 8, 8, True, (5, -1)), Case(2, (3, 9), (7, 5), 1, 1, 8, 8, causal=True)
-    generator = torch.Generator().manual_seed(0)
+    window, packed = Problem(2, 3, 4, 2, 1, 8, 8, True, (5, -1)), Problem(2, (3, 9), (7, 5), 1, 1, 8, 8, causal=True)
     for function in (newer, older):
         monkeypatch.setattr(module, "varlen_attn", function)
         for case in (window, packed):
             try:
-                timed._torch_varlen(case, "cpu")(draw(case, "normal", generator))
+                timed._torch_varlen(case, "cpu")(draw(case, "normal", 0, "cpu"))
             except Refused:
                 assert function is older and case is window
     assert found == [((6, 2, 8), (8, 1, 8), [0, 3, 6], [0, 4, 8], 3, 4, (5, 0), True),
                      ((12, 1, 8), (12, 1, 8), [0, 3, 12], [0, 7, 12], 9, 7, (-1, 0), False), (9, 7, True)]
 
 
-@pytest.mark.parametrize("case", [Case(2, 300, 400, 4, 2, 16, 8), Case(2, (300, 1), (400, 200), 4, 2, 16, 8)],
+@pytest.mark.parametrize("case", [Problem(2, 300, 400, 4, 2, 16, 8), Problem(2, (300, 1), (400, 200), 4, 2, 16, 8)],
                          ids=["dense", "varlen"])
-def test_drawn_inputs(case: Case) -> None:
-    drawn = {data: draw(case, data, torch.Generator().manual_seed(0)) for data in bench.DATA}
+def test_drawn_inputs(case: Problem) -> None:
+    drawn = {data: draw(case, data, 1, "cpu") for data in bench.DATA}
     normal = drawn["normal"]
-    assert normal.q.dtype == torch.bfloat16 and normal.out.isnan().all() and normal.out.shape[-1] == 8
+    assert normal.q.dtype == torch.bfloat16 and not torch.equal(normal.q, draw(case, "normal", 2, "cpu").q)
     rows = (2, 400) if not case.varlen else (600,)
     assert normal.k.shape == (*rows, 2, 16) and normal.v.shape == (*rows, 2, 8)
     assert torch.equal(drawn["wide"].q, 8 * normal.q) and torch.equal(drawn["wide"].k, normal.k)
@@ -196,7 +196,7 @@ def test_a_run_draws_calls_and_asks_the_peers(monkeypatch: pytest.MonkeyPatch) -
 def test_a_result_that_is_not_finite_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashgen, "attention", lambda *_, **__: None)
     with pytest.raises(VerifyError, match="out is not finite"):
-        bench.bench(OnCpu(), BENCH, SPECS, [Case(1, 16, 16, 1, 1, 64, 64)], [])
+        bench.bench(OnCpu(), BENCH, SPECS, [Problem(1, 16, 16, 1, 1, 64, 64)], [])
 
 
 # -- on a real GPU

@@ -20,7 +20,6 @@ from flashgen.runtime.measure.grid import ROOT
 from flashgen.runtime.ops.attention import flex as bench_flex
 from flashgen.runtime.ops.attention import timed
 from flashgen.runtime.ops.attention import variants as bench_variants
-from flashgen.runtime.ops.attention.timed import Inputs, draw
 from flashgen.runtime.ops.attention.variants import VariantBench, VariantCase, load_variants
 from flashgen.runtime.verify.changes import Changes
 from flashgen.runtime.verify.reference import reference
@@ -61,8 +60,8 @@ def test_grids_that_are_none(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: case.name)
 def test_flex_answers_the_same_question(case: VariantCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    x = draw(case.problem, "normal", torch.Generator().manual_seed(0))
-    single = Inputs(x.q.float(), x.k.float(), x.v.float(), x.out)
+    x = case.problem.make_inputs()
+    single = x.with_(q=x.q.float(), k=x.k.float(), v=x.v.float())
     changes = Changes.of(case.spec, bench_flex.drawn(case, "cpu")) if case.spec else Changes()
     expected, _ = reference(single.q, single.k, single.v, causal=case.problem.causal, changes=changes)
     found = bench_flex.flex(case, "cpu")(single).transpose(1, 2)

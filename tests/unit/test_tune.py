@@ -29,7 +29,8 @@ from flashgen.runtime.measure import device as bench_device
 from flashgen.runtime.measure import tune as runner
 from flashgen.runtime.measure import tune_write
 from flashgen.runtime.measure.bench import WARMUP_ROUNDS, Call, Run
-from flashgen.runtime.ops.attention.bench import AttentionBench, Case
+from flashgen.runtime.ops.attention.bench import AttentionBench
+from flashgen.runtime.ops.attention.problem import Problem
 
 # -- measuring
 
@@ -55,18 +56,18 @@ class FakeDevice:
 
 
 class FakeBench(AttentionBench):
-    def __init__(self, order: list[str], speed: Callable[[Spec, Case], float], nonfinite: str = "") -> None:
+    def __init__(self, order: list[str], speed: Callable[[Spec, Problem], float], nonfinite: str = "") -> None:
         self.order, self.speed, self.nonfinite = order, speed, nonfinite
-        self.drawn: list[Case] = []
+        self.drawn: list[Problem] = []
 
     def timed(self) -> Any:
         return self
 
-    def inputs(self, device: Any, case: Case, spec: Spec) -> Any:
+    def inputs(self, device: Any, case: Problem, spec: Spec) -> Any:
         self.drawn.append(case)
         return range(1)
 
-    def job(self, case: Case, spec: Spec, inputs: Any) -> Any:
+    def job(self, case: Problem, spec: Spec, inputs: Any) -> Any:
         def call() -> float:
             self.order.append(spec.variant)
             return self.speed(spec, case)
@@ -85,7 +86,7 @@ def all_build(specs: Sequence[Spec], jobs: int | None, step: runner.Step) -> lis
 def right(candidate: Candidate) -> None: ...
 
 
-def by_keys(spec: Spec, case: Case) -> float:
+def by_keys(spec: Spec, case: Problem) -> float:
     """The wider the key tile, the faster; fewer stages first."""
     assert spec.tile is not None and spec.stages is not None
     return case.flops / 1e12 * (1 + 1 / spec.tile.n + spec.stages / 1000)
@@ -101,7 +102,7 @@ def measured(limit: int = 6, **options: Any) -> tuple[runner.Tuning, FakeDevice]
 
 
 def test_ranking_is_by_the_geometric_mean() -> None:
-    def speed(spec: Spec, case: Case) -> float:
+    def speed(spec: Spec, case: Problem) -> float:
         return by_keys(spec, case) * (3.0 if case.seqlen_q == 512 and spec.stages == 2 else 1.0)
 
     tuning, _ = measured(12, speed=speed)

@@ -1,101 +1,23 @@
-"""What `flashgen bench` times of attention: cases, the grids that list them, the variants that serve them, and how the
-rows read. No torch.
+"""What `flashgen bench` times of attention: grids that list problems, the variants that serve them, and how the rows
+read. No torch.
 """
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.families.family import DenseCall
 from flashgen.codegen.families.registry import pass_of
 from flashgen.codegen.families.shared.launch import Sizes
-from flashgen.codegen.mask import visible_pairs
 from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime.measure.bench import DATA, Device, geomeans, least
 from flashgen.runtime.measure.grid import COUNT, DTYPE, FLAG, Axis, combinations, read_grid
 from flashgen.runtime.measure.suite import GBPS, MS, TFLOPS, Bench, Column, Row, decimals, listed, peer_ms
+from flashgen.runtime.ops.attention.problem import Problem
 
 if TYPE_CHECKING:
     from flashgen.codegen.explain.counts import Shape
     from flashgen.codegen.spec.spec import Spec
-
-
-@dataclass(frozen=True)
-class Case:
-    """One problem. `window` as in the API; causal is bottom-right aligned. Varlen: lengths are tuples of `batch`."""
-
-    batch: int
-    seqlen_q: int | tuple[int, ...]
-    seqlen_kv: int | tuple[int, ...]
-    num_heads_q: int
-    num_heads_kv: int
-    head_dim_qk: int
-    head_dim_v: int
-    causal: bool = False
-    window: tuple[int, int] = (-1, -1)
-    dtype: str = "bf16"
-
-    @property
-    def problem(self) -> Case:
-        """What is drawn for it."""
-        return self
-
-    @property
-    def varlen(self) -> bool:
-        return isinstance(self.seqlen_q, tuple)
-
-    @property
-    def lengths(self) -> tuple[tuple[int, int], ...]:
-        """(queries, keys) of each sequence."""
-        if isinstance(self.seqlen_q, tuple) and isinstance(self.seqlen_kv, tuple):
-            return tuple(zip(self.seqlen_q, self.seqlen_kv, strict=True))
-        return ((self.seqlen_q, self.seqlen_kv),) * self.batch  # type: ignore[return-value]
-
-    @property
-    def visible(self) -> tuple[int, int]:
-        """The window with what causal adds to it."""
-        left, right = self.window
-        return left, 0 if self.causal else right
-
-    @property
-    def head_dims(self) -> str:
-        """As in `D128` or `D192/128`."""
-        return f"D{_pair(self.head_dim_qk, self.head_dim_v)}"
-
-    @property
-    def shape(self) -> str:
-        """As in `H32/8 B8 S2048`; varlen, `H16 B3 S1-16384`: the shortest and the longest sequence."""
-        sides = [f"{min(side)}-{max(side)}" if isinstance(side, tuple) else str(side)
-                 for side in (self.seqlen_q, self.seqlen_kv)]
-        return f"H{_pair(self.num_heads_q, self.num_heads_kv)} B{self.batch} S{_pair(*sides)}"
-
-    @property
-    def label(self) -> str:
-        """As in `D128 H16 B2 S8192 causal`."""
-        words = [self.head_dims, self.shape, *(["varlen"] if self.varlen else []),
-                 "causal" if self.causal else "full",
-                 *(["window {},{}".format(*self.window)] if self.window != (-1, -1) else []),
-                 *([self.dtype] if self.dtype != "bf16" else [])]
-        return " ".join(words)
-
-    @property
-    def flops(self) -> int:
-        """Of the (query, key) pairs that the mask leaves; a multiply-add counts as two."""
-        pairs = sum(count * visible_pairs(*sides, self.visible) for sides, count in Counter(self.lengths).items())
-        return 2 * self.num_heads_q * pairs * (self.head_dim_qk + self.head_dim_v)
-
-    @property
-    def bytes(self) -> int:
-        """q, k, v and out once each."""
-        rows = sum(queries * self.num_heads_q + keys * self.num_heads_kv for queries, keys in self.lengths)
-        return rows * (self.head_dim_qk + self.head_dim_v) * DTYPES[self.dtype].bytes
-
-
-def _pair(a: object, b: object) -> str:
-    return f"{a}" if a == b else f"{a}/{b}"
 
 
 # -- grids
@@ -105,7 +27,7 @@ def _whole(least: int) -> Callable[[Any], bool]:
 
 
 _DENSE_KEYS = ("batch", "tokens", "seqlen_q", "seqlen_kv")
-_AXES = {
+AXES = {
     **dict.fromkeys(_DENSE_KEYS, COUNT),
     "lengths": Axis(lambda value: _whole(0)(value) and sum(value) > 0, "lists of lengths from 0, one of them above",
                     True),
@@ -116,8 +38,8 @@ _AXES = {
 }
 
 
-def load_grid(grid: str) -> tuple[Case, ...]:
-    """Cases of a YAML file, or of YAML text that begins with `{` or `[`. SpecError says what is wrong.
+def load_grid(grid: str) -> tuple[Problem, ...]:
+    """Problems of a YAML file, or of YAML text that begins with `{` or `[`. SpecError says what is wrong.
 
     A mapping, whose lists multiply, or a list of such. `tokens` gives batch = tokens / seqlen_q, `hidden` gives
     num_heads_q = hidden / head_dim_qk; seqlen_kv, num_heads_kv and head_dim_v follow their twins unless given;
@@ -127,12 +49,12 @@ def load_grid(grid: str) -> tuple[Case, ...]:
     return cases_of(*read_grid(grid))
 
 
-def cases_of(values: object, where: str) -> tuple[Case, ...]:
+def cases_of(values: object, where: str) -> tuple[Problem, ...]:
     """Each once."""
-    return tuple(dict.fromkeys(_case(one, where) for one in combinations(values, where, _AXES)))
+    return tuple(dict.fromkeys(_case(one, where) for one in combinations(values, where, AXES)))
 
 
-def _case(values: dict[str, Any], where: str) -> Case:
+def _case(values: dict[str, Any], where: str) -> Problem:
     if "lengths" in values:
         if both := [name for name in _DENSE_KEYS if name in values]:
             raise SpecError(f"gives both lengths and {both[0]}", where=where, allowed="one of the two")
@@ -157,10 +79,10 @@ def _case(values: dict[str, Any], where: str) -> Case:
                         f"{values['num_heads_kv']}", where=where)
     if "window" in values:
         values["window"] = tuple(values["window"])
-    return Case(**values)
+    return Problem(**values)
 
 
-def variants_for(case: Case, specs: Iterable[Spec], archs: Sequence[str], num_sms: int) -> list[Spec]:
+def variants_for(case: Problem, specs: Iterable[Spec], archs: Sequence[str], num_sms: int) -> list[Spec]:
     """The variants that serve a case, for the first of `archs` that has any.
 
     Of those that differ in `split` and `pack_gqa` only, the one that a call on a device with `num_sms` SMs gets.
@@ -180,7 +102,7 @@ def variants_for(case: Case, specs: Iterable[Spec], archs: Sequence[str], num_sm
                            next="flashgen list SPEC; or narrow the grid")
 
 
-def _best(twins: Sequence[Spec], case: Case, num_sms: int) -> Spec:
+def _best(twins: Sequence[Spec], case: Problem, num_sms: int) -> Spec:
     """As Registry.for_sizes."""
     if len(twins) == 1:
         return twins[0]
@@ -196,20 +118,20 @@ def _best(twins: Sequence[Spec], case: Case, num_sms: int) -> Spec:
 
 
 class AttentionBench(Bench):
-    case, read, pass_ = Case, load_grid, "fwd"
+    case, axes, read, pass_ = Problem, AXES, load_grid, "fwd"
     peers = ("sdpa-fa2", "sdpa-cudnn", "flex", "fa3", "fa3-split", "torch-varlen")
     module = "flashgen.runtime.ops.attention.timed"
     data = DATA
     picture = True
 
-    def work(self, cases: Sequence[Case], specs: Sequence[Spec], device: Device) -> Sequence[tuple[Case, Spec]]:
+    def work(self, cases: Sequence[Problem], specs: Sequence[Spec], device: Device) -> Sequence[tuple[Problem, Spec]]:
         return [(case, spec) for case in cases for spec in variants_for(case, specs, device.archs(), device.num_sms)]
 
     def notes(self, device: Device, seconds: Mapping[str, float]) -> dict[str, Any]:
         return {"data": device.data}
 
-    def case_for(self, spec: Spec, shape: Shape) -> Case:
-        return Case(shape.batch, shape.seqlen_q, shape.seqlen_kv, shape.num_heads_q, shape.num_heads_kv,
+    def case_for(self, spec: Spec, shape: Shape) -> Problem:
+        return Problem(shape.batch, shape.seqlen_q, shape.seqlen_kv, shape.num_heads_q, shape.num_heads_kv,
                     spec.head_dim_qk, spec.head_dim_v, spec.causal, shape.window, spec.dtype)
 
     def heading(self, results: Row) -> str:
@@ -230,7 +152,7 @@ class AttentionBench(Bench):
                 f"least over the best peer: {worst['ratio']:.3f}, {self.case_of(worst).label}"]
 
     def geomeans_by_head_dims(self, rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-        """geomeans() of the rows of each pair of head dims, named as in Case.head_dims."""
+        """geomeans() of the rows of each pair of head dims, named as in Problem.head_dims."""
         groups: dict[str, list[Row]] = {}
         for row in rows:
             groups.setdefault(self.case_of(row).head_dims, []).append(row)

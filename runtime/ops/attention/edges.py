@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import cycle
+from typing import Any
 
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.spec import Spec
@@ -35,8 +36,10 @@ def tile_shape(plan: Plan) -> tuple[int, int, int]:
     return plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), plan.constant("NUM_STAGES")
 
 
-def edge_lengths(tile: int) -> tuple[int, ...]:
-    return (0, 1, tile - 1, tile, tile + 1, 2 * tile + 3)
+def problem_of(spec: Spec, batch: int, seqlen_q: Lengths, seqlen_kv: Lengths, heads: tuple[int, int], mask: Mask,
+               **more: Any) -> Problem:
+    """A call of the variant. `heads`: (num_heads_q, num_heads_kv)."""
+    return Problem(batch, seqlen_q, seqlen_kv, *heads, spec.head_dim_qk, spec.head_dim_v, *mask, spec.dtype, **more)
 
 
 def length_pairs(tile_m: int, tile_n: int, num_stages: int) -> tuple[tuple[int, int], ...]:
@@ -55,12 +58,10 @@ def edge_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, seed: i
     heads, batches, scales = cycle(HEADS), cycle(BATCHES), cycle(SCALES)
     pairs = length_pairs(tile_m, tile_n, num_stages)
 
-    def problem(batch: int, seqlen_q: int | tuple[int, ...], seqlen_kv: int | tuple[int, ...], mask: Mask,
-                tail: int = 0, heads_of: tuple[int, int] | None = None) -> Problem:
-        num_heads_q, num_heads_kv = heads_of or next(heads)
-        return Problem(batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, spec.head_dim_qk, spec.head_dim_v,
-                       causal=mask[0], window=mask[1], dtype=spec.dtype, softmax_scale=next(scales), tail=tail,
-                       seed=seed)
+    def problem(batch: int, seqlen_q: Lengths, seqlen_kv: Lengths, mask: Mask, tail: int = 0,
+                heads_of: tuple[int, int] | None = None) -> Problem:
+        return problem_of(spec, batch, seqlen_q, seqlen_kv, heads_of or next(heads), mask, softmax_scale=next(scales),
+                          tail=tail, seed=seed)
 
     for mask in masks(spec):
         if spec.kv_layout == "dense":
@@ -81,11 +82,10 @@ def edge_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, seed: i
 
 def company_problem(spec: Spec, tile_m: int, mask: Mask, seed: int) -> Problem:
     """Three requests with as many queries as keys: the subject of the bitwise identities."""
-    seqlen: int | tuple[int, ...] = 2 * tile_m + 5
+    seqlen: Lengths = 2 * tile_m + 5
     if spec.kv_layout == "varlen":
         seqlen = (2 * tile_m + 5, 1, tile_m - 1)
-    return Problem(3, seqlen, seqlen, 6, 2, spec.head_dim_qk, spec.head_dim_v, causal=mask[0], window=mask[1],
-                   dtype=spec.dtype, seed=seed)
+    return problem_of(spec, 3, seqlen, seqlen, (6, 2), mask, seed=seed)
 
 
 def emulated_masks(spec: Spec) -> tuple[Mask, ...]:
@@ -113,7 +113,6 @@ def emulated_problems(spec: Spec, tile_m: int, tile_n: int, num_stages: int, see
                 calls.append((1, tile_m - 3, keys + 1, (6, 1), 0))
         else:
             calls = [(len(pairs), tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), (2, 1), 3)]
-        for batch, seqlen_q, seqlen_kv, (num_heads_q, num_heads_kv), tail in calls:
-            yield Problem(batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, spec.head_dim_qk, spec.head_dim_v,
-                          causal=mask[0], window=mask[1], dtype=spec.dtype, softmax_scale=next(scales), tail=tail,
-                          seed=seed)
+        for batch, seqlen_q, seqlen_kv, heads, tail in calls:
+            yield problem_of(spec, batch, seqlen_q, seqlen_kv, heads, mask, softmax_scale=next(scales), tail=tail,
+                             seed=seed)

@@ -19,9 +19,10 @@ from flashgen.codegen.expr.evaluate import evaluate
 from flashgen.codegen.expr.tree import names_of
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
 from flashgen.errors import SpecError, VerifyError
-from flashgen.runtime.measure.bench import Call, Peer, Refused
+from flashgen.runtime.measure.bench import Call, Device, Peer, Refused
 from flashgen.runtime.ops.attention import timed
-from flashgen.runtime.ops.attention.timed import AttentionJob, Inputs, draw
+from flashgen.runtime.ops.attention.problem import Inputs
+from flashgen.runtime.ops.attention.timed import AttentionJob
 from flashgen.runtime.ops.attention.variants import NO_MASK, VariantCase, load_variants
 from flashgen.runtime.verify.changes import Changes, Place
 
@@ -142,19 +143,22 @@ def _wall_ms(work: Callable[[], object]) -> float:
 class VariantJob(AttentionJob):
     """`made`: milliseconds that the block mask of FlexAttention took to make."""
 
-    def __init__(self, case: VariantCase, spec: Spec | None, inputs: Sequence[Inputs]) -> None:
+    def __init__(self, case: VariantCase, spec: Spec | None, inputs: Sequence[tuple[Inputs, Tensor]]) -> None:
         super().__init__(case, spec, inputs)
         self.made: list[float] = []
 
     def options(self) -> dict[str, Any]:
-        given = {"spec": self.spec, "params": drawn(self.case, self.first.device)} if self.spec else {}
-        return {"causal": self.case.problem.causal, **given}
+        return {"spec": self.spec, "params": drawn(self.case, self.first.device)} if self.spec else {}
 
     def visible_pairs(self) -> int:
         return visible_pairs(self.case, drawn(self.case, self.first.device), self.first.device)
 
 
-inputs, job = timed.inputs, VariantJob
+job = VariantJob
+
+
+def inputs(device: Device, case: VariantCase, spec: Spec | None) -> list[tuple[Inputs, Tensor]]:
+    return timed.inputs(device, case.problem, spec)
 
 
 def find(peer: str) -> Peer:
@@ -231,7 +235,7 @@ def compile_flex(grid: str, name: str) -> None:
     start = time.monotonic()
     for case in load_variants(grid):
         if case.name == name:
-            x = draw(case.problem, "normal", torch.Generator("cuda").manual_seed(0))
+            x = case.problem.make_inputs("cuda")
             flex(case)(x)
             torch.cuda.synchronize()
             print(f"flex for {case.label}: {time.monotonic() - start:.1f} s after the imports", file=sys.stderr)

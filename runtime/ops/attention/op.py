@@ -4,6 +4,7 @@ not count, and so have to give the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +21,13 @@ from flashgen.runtime.ops.attention.edges import (
     edge_problems,
     emulated_problems,
     masks,
+    problem_of,
     tile_shape,
 )
-from flashgen.runtime.ops.attention.problem import Inputs, Problem, run_poisoned
+from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.ops.op import Example, Identity
 from flashgen.runtime.verify.compare import Accuracy, Results, check_bits, named
-from flashgen.runtime.verify.subject import NAN, Subject
+from flashgen.runtime.verify.subject import NAN, Subject, poisoned, same_tensor
 
 
 def problems(spec: Spec, plan: Plan, seed: int, emulated: bool) -> Iterator[Problem]:
@@ -40,8 +42,7 @@ def few_problems(spec: Spec, plan: Plan) -> Iterator[Problem]:
     (tile_m, tile_n, stages), window = tile_shape(plan), (97, 30) if spec.window else (-1, -1)
     for batch, seqlen_q, seqlen_kv, heads in ((2, tile_m + 17, (stages + 2) * tile_n + 5, (4, 2)),
                                               (MANY_TILES[0], 2 * tile_m + 1, 2 * tile_n + 1, MANY_TILES[1])):
-        yield Problem(batch, seqlen_q, seqlen_kv, *heads, spec.head_dim_qk, spec.head_dim_v, causal=spec.causal,
-                      window=window, dtype=spec.dtype)
+        yield problem_of(spec, batch, seqlen_q, seqlen_kv, heads, (spec.causal, window))
 
 
 def inputs(problem: Problem, spec: Spec, device: str) -> Inputs:
@@ -76,6 +77,17 @@ def identities(spec: Spec, plan: Plan, seed: int) -> Iterator[tuple[str, Identit
 def changes_scores(spec: Spec) -> bool:
     """Whether a call of it means something else than plain attention, and so needs parameters."""
     return bool(spec.expressions) or spec.sink != "none" or spec.normalize != "softmax"
+
+
+def run_poisoned(inputs: Inputs, *, spec: Spec | None = None, lse: bool = True,
+                 out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None) of flashgen.attention, into memory that held NaN before."""
+    q, v = inputs.q, inputs.v
+    out = poisoned(q.new_empty(*q.shape[:-1], v.shape[-1]) if out is None else out,
+                   q.numel() // max(1, q.shape[-1]) if lse else 0)
+    result: Any = flashgen.attention(q, inputs.k, v, **inputs.keywords, return_lse=lse, out=out, spec=spec)
+    returned, returned_lse = result if lse else (result, None)
+    return same_tensor(returned, out, "attention"), returned_lse
 
 
 def run(subject: Subject, inputs: Inputs, out: Tensor | None = None) -> Results:

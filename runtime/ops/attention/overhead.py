@@ -9,16 +9,15 @@ import torch
 import flashgen
 from flashgen.runtime.measure.bench import Call
 from flashgen.runtime.measure.device import host_us
-from flashgen.runtime.ops.attention.bench import Case
-from flashgen.runtime.ops.attention.timed import draw
+from flashgen.runtime.ops.attention.problem import Problem
 from flashgen.runtime.ops.torch_ops import ATTENTION_ARGUMENTS
 
 
 def measure_overhead() -> dict[str, float]:
     """Microseconds of host time per warm call on a tiny problem, medians: our call with and without `out`, and an empty
     torch op that was defined in the same way and takes the same arguments."""
-    inputs = draw(Case(1, 16, 16, 1, 1, 64, 64), "normal", torch.Generator("cuda").manual_seed(0))
-    q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
+    inputs = Problem(1, 16, 16).make_inputs("cuda")
+    q, k, v, out = inputs.q, inputs.k, inputs.v, torch.empty_like(inputs.q)
     with _empty_op() as empty:
         calls: dict[str, Call] = {
             "attention_us": lambda: flashgen.attention(q, k, v),

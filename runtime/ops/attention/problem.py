@@ -1,23 +1,24 @@
-"""Problem: the shapes, mask and random numbers of one attention call. Inputs: the tensors it makes, their right answer,
-and the call itself.
+"""Problem: the shapes, mask and random numbers of one attention call. Inputs: the tensors it makes.
 
-Frozen data. A Problem's repr is a constructor call, so that a failure's text is enough to repeat it.
+Frozen data, and no torch until there are tensors. A Problem's repr is a constructor call, so that a failure's text is
+enough to repeat it.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-import flashgen
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.spec.spec import Spec
-from flashgen.runtime.verify.changes import Changes, sample_params
-from flashgen.runtime.verify.compare import Truth
-from flashgen.runtime.verify.reference import expected, lowprec, reference
-from flashgen.runtime.verify.subject import poisoned, same_tensor
+from flashgen.codegen.mask import visible_pairs
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashgen.codegen.spec.spec import Spec
+    from flashgen.runtime.verify.changes import Changes
+    from flashgen.runtime.verify.compare import Truth
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,56 @@ class Problem:
     def varlen(self) -> bool:
         return isinstance(self.seqlen_q, tuple)
 
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """(queries, keys) of each sequence."""
+        if isinstance(self.seqlen_q, tuple) and isinstance(self.seqlen_kv, tuple):
+            return tuple(zip(self.seqlen_q, self.seqlen_kv, strict=True))
+        return ((self.seqlen_q, self.seqlen_kv),) * self.batch  # type: ignore[return-value]
+
+    @property
+    def visible(self) -> tuple[int, int]:
+        """The window with what causal adds to it."""
+        left, right = self.window
+        return left, 0 if self.causal else right
+
+    @property
+    def head_dims(self) -> str:
+        """As in `D128` or `D192/128`."""
+        return f"D{_pair(self.head_dim_qk, self.head_dim_v)}"
+
+    @property
+    def shape(self) -> str:
+        """As in `H32/8 B8 S2048`; varlen, `H16 B3 S1-16384`: the shortest and the longest sequence."""
+        sides = [f"{min(side)}-{max(side)}" if isinstance(side, tuple) else str(side)
+                 for side in (self.seqlen_q, self.seqlen_kv)]
+        return f"H{_pair(self.num_heads_q, self.num_heads_kv)} B{self.batch} S{_pair(*sides)}"
+
+    @property
+    def label(self) -> str:
+        """As in `D128 H16 B2 S8192 causal`."""
+        words = [self.head_dims, self.shape, *(["varlen"] if self.varlen else []),
+                 "causal" if self.causal else "full",
+                 *(["window {},{}".format(*self.window)] if self.window != (-1, -1) else []),
+                 *([self.dtype] if self.dtype != "bf16" else [])]
+        return " ".join(words)
+
+    @property
+    def flops(self) -> int:
+        """Of the (query, key) pairs that the mask leaves; a multiply-add counts as two."""
+        pairs = sum(count * visible_pairs(*sides, self.visible) for sides, count in Counter(self.lengths).items())
+        return 2 * self.num_heads_q * pairs * (self.head_dim_qk + self.head_dim_v)
+
+    @property
+    def bytes(self) -> int:
+        """q, k, v and out once each."""
+        rows = sum(queries * self.num_heads_q + keys * self.num_heads_kv for queries, keys in self.lengths)
+        return rows * (self.head_dim_qk + self.head_dim_v) * DTYPES[self.dtype].bytes
+
     def make_inputs(self, device: str | torch.device = "cpu") -> Inputs:
         """N(0, 1) tensors on `device`; the same seed gives the same numbers on the same kind of device."""
+        import torch
+
         dtype = getattr(torch, DTYPES[self.dtype].torch_name)
         generator = torch.Generator(device).manual_seed(self.seed)
 
@@ -75,6 +124,10 @@ class Problem:
         )
 
 
+def _pair(a: object, b: object) -> str:
+    return f"{a}" if a == b else f"{a}/{b}"
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Arguments of one attention call. Shapes: contracts.md, Layouts."""
@@ -88,6 +141,11 @@ class Inputs:
     cu_seqlens_q: torch.Tensor | None = field(default=None)
     cu_seqlens_kv: torch.Tensor | None = field(default=None)
     changes: Changes | None = None  # what the expressions of the spec mean, and values for its parameters
+
+    @property
+    def heads_first(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v as views [batch, num_heads, seqlen, head_dim], as torch takes them."""
+        return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -107,6 +165,8 @@ class Inputs:
 
     def changed_by(self, spec: Spec, params: Mapping[str, Any] | None = None, seed: int = 0) -> Inputs:
         """The same call of a spec with expressions; values for its parameters are drawn where none are given."""
+        from flashgen.runtime.verify.changes import Changes, sample_params
+
         rows_q, rows_kv = self.q.shape[-3], self.k.shape[-3]
         sizes = {"num_heads_q": self.q.shape[-2], "num_heads_kv": self.k.shape[-2], "seqlen_q": rows_q,
                  "seqlen_kv": rows_kv, "total_q": rows_q, "total_kv": rows_kv,
@@ -118,16 +178,7 @@ class Inputs:
         return replace(self, **changes)
 
     def truth(self) -> Truth:
+        from flashgen.runtime.verify.reference import expected, lowprec, reference
+
         exact = reference(self.q, self.k, self.v, **self.meaning)
         return expected(*exact, lowprec(self.q, self.k, self.v, **self.meaning), self.q.shape[-1], self.softmax_scale)
-
-
-def run_poisoned(inputs: Inputs, *, spec: Spec | None = None, lse: bool = True,
-                 out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse or None) of flashgen.attention, into memory that held NaN before."""
-    q, v = inputs.q, inputs.v
-    out = poisoned(q.new_empty(*q.shape[:-1], v.shape[-1]) if out is None else out,
-                   q.numel() // max(1, q.shape[-1]) if lse else 0)
-    result: Any = flashgen.attention(q, inputs.k, v, **inputs.keywords, return_lse=lse, out=out, spec=spec)
-    returned, returned_lse = result if lse else (result, None)
-    return same_tensor(returned, out, "attention"), returned_lse

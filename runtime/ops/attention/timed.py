@@ -7,58 +7,43 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import VerifyError
 from flashgen.runtime.measure.bench import Call, Device, Peer, Refused, sets_needed
-from flashgen.runtime.ops.attention.bench import Case
+from flashgen.runtime.ops.attention.problem import Inputs, Problem
 
 FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")  # built from source; the wheel fa3-fwd
 
-Prepare = Callable[[Case], Callable[["Inputs"], object]]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """[batch, seqlen, num_heads, head_dim], or packed, as flashgen takes them, and a place for the result."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_kv: Tensor | None = None
-
-    @property
-    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as views [batch, num_heads, seqlen, head_dim], as torch takes them."""
-        return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
+Prepare = Callable[[Problem], Callable[[Inputs], object]]
 
 
 class AttentionJob:
-    """`first`: our result on the first inputs, once `ours` ran."""
+    """`inputs`: sets, each with a place for the result. `first`: our result on the first set, once `ours` ran."""
 
-    def __init__(self, case: Any, spec: Any, inputs: Sequence[Inputs]) -> None:
-        self.case, self.spec, self.inputs, self.first = case, spec, inputs, inputs[0].out
+    def __init__(self, case: Any, spec: Any, inputs: Sequence[tuple[Inputs, Tensor]]) -> None:
+        self.case, self.spec, self.sets = case, spec, inputs
+        self.inputs, self.first = [x for x, _ in inputs], inputs[0][1]
 
     def options(self) -> dict[str, Any]:
-        return {"causal": self.case.causal, "window": self.case.window, "spec": self.spec}
+        """What our call is given besides the inputs."""
+        return {"spec": self.spec}
 
     def calls(self, options: Mapping[str, Any]) -> list[Call]:
-        return [functools.partial(flashgen.attention, x.q, x.k, x.v, out=x.out, cu_seqlens_q=x.cu_seqlens_q,
-                                  cu_seqlens_kv=x.cu_seqlens_kv, **options) for x in self.inputs]
+        return [functools.partial(flashgen.attention, x.q, x.k, x.v, out=out, **{**x.keywords, **options})
+                for x, out in self.sets]
 
     def ours(self) -> Sequence[Call]:
-        calls = self.calls(self.options())
+        calls, out = self.calls(self.options()), self.sets[0][1]
+        out.fill_(math.nan)
         calls[0]()
-        self.first = self.inputs[0].out.clone()
+        self.first = out.clone()
         if not self.first.isfinite().all():  # a kernel that writes nothing would be fast
             raise VerifyError("out is not finite", next="flashgen verify",
                               where=f"{self.spec.variant}.{self.spec.arch}" if self.spec else self.case.label)
@@ -68,40 +53,25 @@ class AttentionJob:
 job = AttentionJob
 
 
-def inputs(device: Device, case: Any, spec: Spec | None) -> list[Inputs]:
-    """As many independent sets as rotate past L2; out is poisoned."""
-    generator, case = torch.Generator(device.place).manual_seed(0), case.problem
-    return [draw(case, device.data, generator) for _ in range(sets_needed(case.bytes, device.l2_bytes))]
+def inputs(device: Device, case: Problem, spec: Spec | None) -> list[tuple[Inputs, Tensor]]:
+    """As many independent sets as rotate past L2."""
+    drawn = (draw(case, device.data, seed, device.place) for seed in range(sets_needed(case.bytes, device.l2_bytes)))
+    return [(x, x.q.new_full((*x.q.shape[:-1], case.head_dim_v), math.nan)) for x in drawn]
 
 
-def draw(case: Case, data: str, generator: torch.Generator) -> Inputs:
-    """Inputs from N(0, 1), changed as `data` says, on the generator's device.
+def draw(problem: Problem, data: str, seed: int, device: str) -> Inputs:
+    """Inputs from N(0, 1), changed as `data` says.
 
     Kernels take shortcuts that depend on the data: "growing" raises the maximum of a row again and again, as keys
     scaled by 0.2 to 8 along each sequence do; "wide" (q times 8) makes the largest weight stand out.
     """
-    dtype, device = getattr(torch, DTYPES[case.dtype].torch_name), generator.device
-    sides = list(zip(*case.lengths, strict=True))
-    rows_q, rows_kv = ((sum(side),) if case.varlen else (case.batch, side[0]) for side in sides)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, dtype=dtype, generator=generator)
-
-    q, k, v = (normal(*rows, heads, head_dim) for rows, heads, head_dim in (
-        (rows_q, case.num_heads_q, case.head_dim_qk), (rows_kv, case.num_heads_kv, case.head_dim_qk),
-        (rows_kv, case.num_heads_kv, case.head_dim_v)))
+    x = replace(problem, seed=seed).make_inputs(device)
     if data == "growing":
-        ramps = [torch.linspace(0.2, 8.0, keys) for keys in (sides[1] if case.varlen else sides[1][:1])]
-        k *= torch.cat(ramps).to(device, dtype)[:, None, None]
+        keys = problem.seqlen_kv if isinstance(problem.seqlen_kv, tuple) else (problem.seqlen_kv,)
+        x.k.mul_(torch.cat([torch.linspace(0.2, 8.0, count) for count in keys]).to(x.k)[:, None, None])
     elif data == "wide":
-        q *= 8
-    cu_seqlens = [prefix_sums(side, device) if case.varlen else None for side in sides]
-    return Inputs(q, k, v, q.new_full((*q.shape[:-1], case.head_dim_v), math.nan), *cu_seqlens)
-
-
-def prefix_sums(lengths: Sequence[int], device: torch.device | str) -> Tensor:
-    """[batch + 1] int32 prefix sums."""
-    return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
+        x.q.mul_(8)
+    return x
 
 
 # -- peers
@@ -125,7 +95,7 @@ def _present() -> str | None:
     return None
 
 
-def _square_only(case: Case) -> None:
+def _square_only(case: Problem) -> None:
     if case.varlen:
         raise Refused("it has no packed sequences")
     if case.causal and case.seqlen_q != case.seqlen_kv:
@@ -135,7 +105,7 @@ def _square_only(case: Case) -> None:
 
 
 def _sdpa(backend: str) -> Prepare:
-    def prepare(case: Case) -> Callable[[Inputs], object]:
+    def prepare(case: Problem) -> Callable[[Inputs], object]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         _square_only(case)
@@ -144,12 +114,12 @@ def _sdpa(backend: str) -> Prepare:
         def attend(x: Inputs) -> Tensor:
             with sdpa_kernel(chosen):
                 return torch.nn.functional.scaled_dot_product_attention(
-                    *x.heads_first, is_causal=case.causal, enable_gqa=gqa)
+                    *x.heads_first, is_causal=bool(case.causal), enable_gqa=gqa)
         return attend
     return prepare
 
 
-def _flex(case: Case, device: str = "cuda") -> Callable[[Inputs], object]:
+def _flex(case: Problem, device: str = "cuda") -> Callable[[Inputs], object]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if case.varlen:
@@ -180,7 +150,7 @@ def _fa3_absent() -> str | None:
 
 def _fa3(num_splits: int) -> Prepare:
     """`num_splits`: blocks that share the keys of a query tile; 0 leaves it to its own rule, 1 is its default."""
-    def prepare(case: Case) -> Callable[[Inputs], object]:
+    def prepare(case: Problem) -> Callable[[Inputs], object]:
         module: Any = importlib.import_module(_fa3_module() or "")
         options: dict[str, Any] = {"causal": case.causal}
         if case.window != (-1, -1):
@@ -195,7 +165,7 @@ def _fa3(num_splits: int) -> Prepare:
     return prepare
 
 
-def _torch_varlen(case: Case, device: str = "cuda") -> Callable[[Inputs], object]:
+def _torch_varlen(case: Problem, device: str = "cuda") -> Callable[[Inputs], object]:
     """torch's FlashAttention-2 by the way that takes packed sequences and windows, which sdpa does not."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -210,7 +180,8 @@ def _torch_varlen(case: Case, device: str = "cuda") -> Callable[[Inputs], object
     else:
         raise Refused("this torch's varlen_attn has no window")
     sides = list(zip(*case.lengths, strict=True))
-    rest: list[Any] = [*(prefix_sums(side, device) for side in sides), *map(max, sides)]
+    rest: list[Any] = [*(torch.tensor((0, *side)).cumsum(0).to(device, torch.int32) for side in sides),
+                       *map(max, sides)]
     return lambda x: varlen_attn(x.q.flatten(0, -3), x.k.flatten(0, -3), x.v.flatten(0, -3), *rest, **options)
 
 

@@ -13,8 +13,9 @@ from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
 from flashgen.errors import SpecError
 from flashgen.runtime.measure.bench import OURS, Device, digits, figures
 from flashgen.runtime.measure.grid import read_grid
-from flashgen.runtime.measure.suite import MS, TFLOPS, Bench, Column, Row, decimals, in_json, peer_ms
-from flashgen.runtime.ops.attention.bench import Case, cases_of
+from flashgen.runtime.measure.suite import MS, TFLOPS, Bench, Column, Row, decimals, peer_ms
+from flashgen.runtime.ops.attention.bench import AXES, cases_of
+from flashgen.runtime.ops.attention.problem import Problem
 
 if TYPE_CHECKING:
     from flashgen.runtime.ops.attention.flex import VariantJob
@@ -31,7 +32,7 @@ class VariantCase:
     "slopes", "documents LENGTH" (the mean) or "prefix PART" (of the keys)."""
 
     name: str
-    problem: Case
+    problem: Problem
     spec: Spec | None = None      # None: a built-in mask, the case's
     values: Mapping[str, Any] = field(default_factory=dict)
     flex: str = ""                # of FLEX
@@ -70,7 +71,7 @@ def load_variants(grid: str) -> tuple[VariantCase, ...]:
     return tuple(replace(_case(entry, case, where), grid=grid) for entry in entries for case in cases_of(values, where))
 
 
-def _case(entry: Mapping[str, Any], case: Case, where: str) -> VariantCase:
+def _case(entry: Mapping[str, Any], case: Problem, where: str) -> VariantCase:
     for key in entry:
         if key not in _KEYS:
             raise SpecError(f"unknown key {key}", where=where, allowed=", ".join(_KEYS))
@@ -84,7 +85,7 @@ def _case(entry: Mapping[str, Any], case: Case, where: str) -> VariantCase:
     return VariantCase(entry["name"], problem, spec, entry.get("values", {}), flex, built_in)
 
 
-def _spec(entry: Mapping[str, Any], case: Case, where: str) -> Spec | None:
+def _spec(entry: Mapping[str, Any], case: Problem, where: str) -> Spec | None:
     """The fa3 variant of a shipped spec, or one made of the entry's own expressions."""
     if "spec" in entry:
         fitting = [spec for spec in load_specs(spec_path(entry["spec"])).specs
@@ -110,6 +111,7 @@ def _spec(entry: Mapping[str, Any], case: Case, where: str) -> Spec | None:
 class VariantBench(Bench):
     """Of a grid: no spec is named beside it."""
 
+    axes = AXES
     peers = ("flex", "built-in")
     module = "flashgen.runtime.ops.attention.flex"
     falls_back = keeps_rows = True
@@ -136,7 +138,7 @@ class VariantBench(Bench):
         """`speed`: ours over each peer's. `pairs`: visible ones, over all heads and sequences."""
         case, problem, pairs = job.case, job.case.problem, job.visible_pairs()
         found = figures(medians, refused, 2 * pairs * (problem.head_dim_qk + problem.head_dim_v), problem.bytes)
-        return {"name": case.name, "case": in_json(problem),
+        return {"name": case.name, "case": self.in_json(problem),
                 "expressions": case.spec.expressions.signature if case.spec else "", "values": dict(case.values),
                 "kernel": f"{case.spec.variant}.{case.spec.arch}" if case.spec else "", "timer": timer,
                 **{name: found[name] for name in ("ours_ms", "peers", "refused", "tflops")}, "pairs": pairs,

@@ -130,7 +130,7 @@ def variant_for(case: MlaCase, specs: Sequence[Spec]) -> Spec:
 
 
 class DecodeBench(Bench):
-    case, read, pass_ = MlaCase, load_cases, "decode"
+    case, axes, read, pass_ = MlaCase, AXES, load_cases, "decode"
     peers = ("flashmla",)
     module = "flashgen.runtime.ops.mla_decode.timed"
 

@@ -114,13 +114,6 @@ class MlaInputs:
         pages = self.page_table[i, :-(-length // self.kv_cache.shape[1])].long()
         return self.kv_cache[pages].reshape(-1, self.kv_cache.shape[-1])[:length]
 
-    def request(self, i: int) -> MlaInputs:
-        """Request i as a call of its own, over the same cache."""
-        part = slice(i, i + 1)
-        return self.with_(q=self.q[part], seqlens_kv=self.seqlens_kv[part].contiguous(),
-                          kv_cache=self.kv_cache if self.page_table is not None else self.kv_cache[part],
-                          page_table=None if self.page_table is None else self.page_table[part].contiguous())
-
     def truth(self) -> Truth:
         """The references of attention, request by request; the sink, which no key of theirs has, takes its share after.
         """
