@@ -22,7 +22,7 @@ from flashgen.errors import SpecError, VerifyError
 from flashgen.runtime.measure.bench import Call, Device, Peer, Refused
 from flashgen.runtime.ops.attention import timed
 from flashgen.runtime.ops.attention.problem import Inputs
-from flashgen.runtime.ops.attention.timed import AttentionJob
+from flashgen.runtime.ops.attention.timed import AttentionJob, compiled_flex
 from flashgen.runtime.ops.attention.variants import NO_MASK, VariantCase, load_variants
 from flashgen.runtime.verify.changes import Changes, Place
 
@@ -111,30 +111,11 @@ MODS: dict[str, Callable[[Mapping[str, Any]], tuple[_Mod | None, _Mod]]] = {
 
 
 def flex(case: VariantCase, device: str = "cuda", made: list[float] | None = None) -> Callable[[Inputs], Tensor]:
-    """The call on inputs, result as [batch, heads, rows, head_dim]. Its block mask is made here, outside the timing of
-    the kernels; `made` gets the milliseconds that this takes, the second time."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    problem = case.problem
     if case.flex not in MODS:
         raise Refused(f"no score_mod and mask_mod are written down for {case.flex or case.name}")
     score_mod, mask_mod = MODS[case.flex](drawn(case, device))
-    (rows, keys), batch = problem.lengths[0], problem.batch if case.flex in ("document", "prefix_lm") else None
-    torch.compiler.reset()  # past its limit of recompilations it would turn to an eager path without a word
-    mask = create_block_mask(mask_mod, batch, None, rows, keys, device=device)
-    if made is not None:
-        made.append(_wall_ms(lambda: create_block_mask(mask_mod, batch, None, rows, keys, device=device)))
-    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-    return lambda x: compiled(*x.heads_first, score_mod=score_mod, block_mask=mask,
-                              enable_gqa=problem.num_heads_q != problem.num_heads_kv)
-
-
-def _wall_ms(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
+    batch = case.problem.batch if case.flex in ("document", "prefix_lm") else None
+    return compiled_flex(case.problem, mask_mod, device, score_mod, batch, made)
 
 
 # -- a case on the device

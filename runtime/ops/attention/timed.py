@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -120,8 +121,6 @@ def _sdpa(backend: str) -> Prepare:
 
 
 def _flex(case: Problem, device: str = "cuda") -> Callable[[Inputs], object]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
     if case.varlen:
         raise Refused("packed sequences are not set up for it")
     (seqlen_q, seqlen_kv), (left, right) = case.lengths[0], case.window
@@ -133,11 +132,30 @@ def _flex(case: Problem, device: str = "cuda") -> Callable[[Inputs], object]:
             seen = seen & (kv_pos >= q_pos + shift - left)
         return seen & (kv_pos <= q_pos + shift + right) if right >= 0 else seen
 
+    return compiled_flex(case, visible if case.causal or case.window != (-1, -1) else None, device)
+
+
+def compiled_flex(problem: Problem, mask_mod: Callable[..., Any] | None, device: str,
+                  score_mod: Callable[..., Any] | None = None, batch: int | None = None,
+                  made: list[float] | None = None) -> Callable[[Inputs], Tensor]:
+    """FlexAttention on inputs, result as [batch, heads, rows, head_dim]. Its block mask is made here, outside the
+    timing of the kernels; `made` gets the milliseconds that this takes, the second time."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def block_mask() -> Any:
+        return create_block_mask(mask_mod, batch, None, *problem.lengths[0], device=device) if mask_mod else None
+
     torch.compiler.reset()  # past its limit of recompilations it would turn to an eager path without a word
-    masked = case.causal or case.window != (-1, -1)
-    mask = create_block_mask(visible, None, None, seqlen_q, seqlen_kv, device=device) if masked else None
+    mask = block_mask()
+    if made is not None:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        block_mask()
+        torch.cuda.synchronize()
+        made.append(1e3 * (time.perf_counter() - start))
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-    return lambda x: compiled(*x.heads_first, block_mask=mask, enable_gqa=case.num_heads_q != case.num_heads_kv)
+    return lambda x: compiled(*x.heads_first, score_mod=score_mod, block_mask=mask,
+                              enable_gqa=problem.num_heads_q != problem.num_heads_kv)
 
 
 def _fa3_module() -> str | None:
