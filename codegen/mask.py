@@ -54,7 +54,7 @@ def kv_tiles(top: KeyRange, bottom: KeyRange, block_n: int) -> KvTiles:
 
 def query_tiles(seqlen_q: int, block_m: int, group: int = 0) -> list[tuple[int, int]]:
     """First and last query of each query tile. Of queries that tiles do not divide, the last tile has fewer; with a
-    `group`, the queries of a warpgroup, the first of several tiles has whole groups less.
+    `group`, the queries of a warpgroup, the first of several tiles has whole groups less (flashgen/query_groups.cuh).
     """
     group = group or block_m
     surplus = -(-seqlen_q // block_m) * block_m - -(-seqlen_q // group) * group if seqlen_q > block_m else 0

@@ -1,19 +1,20 @@
 """plan -> source: Jinja over templates/, and the closure of headers the text reaches."""
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import re
+import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jinja2
 import jinja2.sandbox
 
-from flashgen.codegen.plan import CTYPES, Plan
-from flashgen.codegen.slots import EXPRESSION_FLAGS, MASKS, ONE_LOOP, KvLoop
+from flashgen.codegen.plan import CTYPES, Expression, Param, Part, Plan
+from flashgen.codegen.slots import EXPRESSION_FLAGS, MASKS, ONE_LOOP, PIECES, SLOTS, KvLoop
 from flashgen.codegen.source import Source
 from flashgen.codegen.wgmma import HEADER as WGMMA_HEADER
 from flashgen.codegen.wgmma import render_wgmma
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+BANNER_COLS, EXPRESSION_COLS = 107, 72
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -35,12 +37,17 @@ def environment(root: Path = TEMPLATES) -> jinja2.Environment:
 
 def render(plan: Plan) -> Source:
     """The CUDA text of a plan with the headers it reaches. Same plan, same bytes. Raises TemplateError."""
+    loops = _kv_loops(plan)
+    alternating = any(loop.may_reach_end for loop in loops)
+    choices = {**dict(plan.slots), "loops": "alternating" if alternating else "in_turn"}
     try:
         template = environment().get_template(plan.template)
-        text = template.render(plan=_view(plan), flags=_flags(plan), kv_loops=_kv_loops(plan),
-                               **{slot: next((e for e in plan.expressions if e.slot == slot), None)
-                                  for slot in ("score", "mask")},
-                               slot_files=[f"slots/{slot}/{choice}.cuh.j2" for slot, choice in plan.slots])
+        text = template.render(plan=_view(plan), flags=dict.fromkeys(EXPRESSION_FLAGS, False) | dict(plan.flags),
+                               kv_loops=loops, **{e.slot: _wrapped(e) for e in plan.expressions},
+                               **{slot: _pieces(plan.family, slot, choice) for slot, choice in choices.items()
+                                  if slot in PIECES},
+                               slot_files=[f"slots/{slot}/{choice}.cuh.j2" for slot, choice in plan.slots
+                                           if slot in SLOTS])
     except jinja2.TemplateError as error:
         where = f"{getattr(error, 'filename', None) or plan.template}:{getattr(error, 'lineno', 0) or 0}"
         raise TemplateError(f"template does not render: {error.message}", where=where,
@@ -56,17 +63,17 @@ def source_of(plan: Plan, text: str) -> Source:
 
 
 def _kv_loops(plan: Plan) -> tuple[KvLoop, ...]:
-    loops = _loops_of_mask(plan)
-    if _flags(plan)["summed"]:  # the weights are the scores
-        return tuple(dataclasses.replace(loop, exact=False, stale=False) for loop in loops)
-    return loops
-
-
-def _loops_of_mask(plan: Plan) -> tuple[KvLoop, ...]:
     mask = dict(plan.slots).get("mask")
     if dict(plan.flags).get("one_loop"):
         return ONE_LOOP
     return MASKS[mask].loops.get(plan.family, ()) if mask else ()
+
+
+@functools.cache
+def _pieces(family: str, slot: str, choice: str) -> Mapping[str, str]:
+    """Name of a piece -> its template, for `{% include slot.name %}`."""
+    folder = TEMPLATES / family / slot / choice
+    return {path.name.removesuffix(".cuh.j2"): path.relative_to(TEMPLATES).as_posix() for path in folder.glob("*.j2")}
 
 
 def plan_and_source(spec: Spec) -> tuple[Plan, Source]:
@@ -79,27 +86,53 @@ def plan_and_source(spec: Spec) -> tuple[Plan, Source]:
     return plan, render(plan)
 
 
-def _flags(plan: Plan) -> dict[str, bool]:
-    """The plan's flags, those that only variants with expressions have, and the opposites that stand for an else."""
-    flags = dict.fromkeys(EXPRESSION_FLAGS, False) | dict(plan.flags)
-    flags |= {opposite: not flags[flag] for flag, opposite in EXPRESSION_FLAGS.items() if opposite}
-    two_sided = any(loop.leaves for loop in _loops_of_mask(plan))
-    return flags | {"ranged_and_poisonable": flags["ranged"] and flags.get("poisonable", False),
-                    "two_sided": two_sided, "one_sided": not two_sided}
-
-
 def _view(plan: Plan) -> dict[str, object]:
     """The plan as templates see it: the same names, with CUDA types resolved, so that templates need no look-ups."""
     view: dict[str, object] = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
     view["kernel_name"] = plan.kernel_name
     view["params_bytes"] = plan.params_bytes()
-    view["params"] = [{"cuda_type": CTYPES[p.ctype].cuda, "name": p.name, "about": p.about} for p in plan.params]
+    view["banner"] = _banner(plan)
+    view["params"] = [{"cuda_type": kind, "names": ", ".join(p.name for p in params), "about": about}
+                      for (kind, about, _), params in itertools.groupby(plan.params, _line_of)]
     first = itertools.accumulate((b.count for b in plan.barriers), initial=0)
     view["barriers"] = [{**vars(b), "expects": b.expects, "first": place}
                         for b, place in zip(plan.barriers, first, strict=False)]
-    view["roles"] = [{"name": r.name, "about": f"{r.warps} warps" + (
-        f", {r.registers} registers per thread" if r.registers else "")} for r in plan.roles]
     return view
+
+
+def _wrapped(expression: Expression) -> Expression:
+    """With its texts broken into lines: CUDA wherever there is a space, and the comment behind `//`."""
+    def code(text: str) -> str:
+        return ("\n" + 10 * " ").join(textwrap.wrap(text, EXPRESSION_COLS, break_long_words=False,
+                                                   break_on_hyphens=False))
+
+    def parts(found: tuple[Part, ...]) -> tuple[Part, ...]:
+        return tuple(replace(part, text=code(part.text)) for part in found)
+
+    e = expression
+    return replace(
+        e, about=code(e.about).replace("\n", "\n//"),
+        uniform=parts(e.uniform), row=parts(e.row), column=parts(e.column),
+        rest=code(e.rest), whole=code(e.whole), tile_class=code(e.tile_class), class_rows=parts(e.class_rows),
+        first=tuple(map(code, e.first)), last=tuple(map(code, e.last)))
+
+
+def _line_of(param: Param) -> tuple[str, str, str]:
+    """Parameters that have this in common stand on one line: the strides of a tensor."""
+    tensor = param.name.split("_")[0]
+    return CTYPES[param.ctype].cuda, param.about, tensor if param.name.endswith("_stride") else param.name
+
+
+def _banner(plan: Plan) -> list[str]:
+    """What was asked for and what was chosen, in lines of a comment, without spec fields that are not set or false."""
+    roles = [f"{r.name} {r.warps} warps" + (f" of {r.registers} registers per thread" if r.registers else "")
+             for r in plan.roles]
+    rows = {"spec": [f"{name} {value}" for name, value in plan.spec if value not in (None, False)],
+            "slots": [f"{slot} {choice}" for slot, choice in plan.slots],
+            "roles": roles, "grid": [plan.launch.grid]}
+    texts = [f"{name}: {'; '.join(words)}" for name, words in rows.items() if words] + [*plan.notes]
+    return [line for text in texts for line in textwrap.wrap(
+        text, BANNER_COLS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)]
 
 
 def _rendered_headers(plan: Plan) -> dict[str, str]:

@@ -1,19 +1,18 @@
 """Slots: the places in a skeleton that a file choice fills. templates/slots/<slot>/<choice>.cuh.j2 for every row here.
 
 A slot's contract is the set of device functions its files define:
-  layout  struct Work, Work locate_work(p, tile), and the first rows of its tensors: q_rows, k_rows, v_rows, out_rows,
-          lse_offset, each of (p, work)
+  layout  struct Work, Work locate_work(p, tile), and the first rows of its tensors: v_rows, out_rows, lse_offset, each
+          of (p, work); `inputs` (fa2) has q_rows and k_rows
   mask    KeyRange visible_keys(p, q_pos, seqlen_q, seqlen_kv), an interval that never moves left as q_pos grows;
           bool sees(keys, kv_pos), of that interval and a position, both counted from the same place
           (expression) int tile_class(p, work, first_row, last_row, tile), what of a tile the rows see;
           void hide_scores(s, p, work, row, kv_pos); RowSight and holds(sight, kv_pos), for single keys
-  score   void modify_scores(s, p, head_q, q_pos, kv_pos)
-          (expression) void change_scores(s, p, work, row, kv_pos)
+  score   (expression) ScoreParts score_parts(p, work, row), void change_scores(s, p, work, parts, kv_pos)
   order   (persistent grids) int next_unit(p, unit), known to lane 0, and int ordered_tile(p, tile): which comes when
   cache   (flashmla) CacheRow cache_row(p, request, key): the page of a key and its row in it
   copy    (flashmla) struct CacheCopy, which copies tiles of keys: find, start and flush, by each of COPY_WARPS warps
-  rows    (fa3) what the rows of query tiles are: group_queries(p) of a warpgroup, rows_per_query(p); of row r
-          query_of_row(p, r), out_row and lse_place(p, work, r); load_query_rows(p, tile, barrier, work, first query)
+  rows    (fa3) what the rows of query tiles are: group_queries(p) of a warpgroup; rows_from(p, work, row), those that
+          exist; of row r out_row and lse_place(p, work, r); load_query_rows(p, tile, barrier, work, first query)
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
@@ -25,35 +24,35 @@ from flashgen.codegen.plan import Param
 
 @dataclass(frozen=True)
 class KvLoop:
-    """One of the loops over KV tiles. fa2 goes from the last tile to the first, fa3 from the first to the last."""
+    """One loop over tiles of keys. fa2 goes from the last tile to the first, fa3 from the first to the last."""
 
-    about: str
-    until: str    # where this loop ends: fa2, a member of KvTiles; fa3, an expression
-    masked: bool
-    masked_where: str = ""  # fa3: only there
-    exact: bool = False    # fa3: a row may meet its first key, and then true maxima are taken
-    stale: bool = True     # fa3: they are not
-    settles: bool = False  # fa3: by now every row has met its first key, if it ever does
-    leaves: bool = False   # fa3: what comes before and after the whole tiles, and may have been the end
+    title: str
+    ends_at: str = ""               # fa2: a member of KvTiles; fa3: a variable or function of the skeleton
+    masks_every_tile: bool = False
+    masks_cut_tiles: bool = False   # fa3: only tiles from full_end on are masked
+    relate: str = "stale"           # fa3: how scores become relative to their row's reference, softmax_stale.cuh
+    may_reach_end: bool = False     # fa3: behind this loop there may be no tiles left
+    first_keys_met: bool = False    # fa3: by now every row has met its first key, if it ever does
 
 
-_RIGHT_ABOUT = "tiles that the mask cuts on the right: masked"
-_TAIL_ABOUT = "the tile that the end of the keys cuts: masked"
-_WHOLE_ABOUT = "tiles that every row sees whole"
-_TAIL = KvLoop(_TAIL_ABOUT, "full_end", True)
-_RIGHT = KvLoop(_RIGHT_ABOUT, "full_end", True)
-_WHOLE = KvLoop(_WHOLE_ABOUT, "full_begin", False)
-_LEFT = KvLoop("tiles that the window cuts on the left: masked", "begin", True)
+_RIGHT_TITLE = "tiles that the mask cuts on the right: masked"
+_END_TITLE = "the tile that the end of the keys cuts: masked"
+_WHOLE_TITLE = "tiles that every row sees whole"
+_DOWN_END = KvLoop(_END_TITLE, "full_end", masks_every_tile=True)
+_DOWN_RIGHT = KvLoop(_RIGHT_TITLE, "full_end", masks_every_tile=True)
+_DOWN_WHOLE = KvLoop(_WHOLE_TITLE, "full_begin")
+_DOWN_LEFT = KvLoop("tiles that the window cuts on the left: masked", "begin", masks_every_tile=True)
 
-_UP_WHOLE = KvLoop(_WHOLE_ABOUT, "min_int(tiles.full_end, tiles.end)", False, settles=True)
-_UP_RIGHT = KvLoop(_RIGHT_ABOUT, "tiles.end", True)
-_UP_TAIL = KvLoop(_TAIL_ABOUT, "tiles.end", True)
-# Instead of one for whole tiles and one for the others, where that takes the compiler too long (flag one_loop).
-ONE_LOOP = (KvLoop("all tiles, masked from where the mask cuts", "tiles.end", False,
-                   masked_where="tile >= tiles.full_end", settles=True),)
+_UP_WHOLE = KvLoop(_WHOLE_TITLE, "whole_end()", first_keys_met=True)
+_UP_RIGHT = KvLoop(_RIGHT_TITLE, "tiles.end", masks_every_tile=True)
+_UP_END = KvLoop(_END_TITLE, "tiles.end", masks_every_tile=True)
 # Both ends of a mask that cuts on two sides: one text less to compile (a fifth of the kernel).
-_UP_SIDES = KvLoop("tiles that the mask cuts, or in which a row may meet its first key: masked", "masked_end", True,
-                   exact=True, stale=False, leaves=True)
+_UP_SIDES = KvLoop("tiles that the mask cuts, or in which a row may meet its first key: masked", "masked_end",
+                   masks_every_tile=True, relate="any", may_reach_end=True)
+# Instead of one loop for whole tiles and one for the others, where that takes the compiler too long (flag one_loop).
+ONE_LOOP = (KvLoop("all tiles, masked from where the mask cuts", "tiles.end", masks_cut_tiles=True,
+                   first_keys_met=True),)
+_BY_CLASS = KvLoop("tiles that some row of the block sees, from the last to the first", relate="any")
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,18 @@ class MaskChoice:
 
 _ALIGN = Param("align_bottom_right", "i32", "1: the last query is aligned with the last key; 0: first with first")
 
+_WINDOW = {"fa2": (_DOWN_RIGHT, _DOWN_WHOLE, _DOWN_LEFT), "fa3": (_UP_SIDES, _UP_WHOLE)}
+
 MASKS: dict[str, MaskChoice] = {
-    "full": MaskChoice({"fa2": (_TAIL, _WHOLE), "fa3": (_UP_WHOLE, _UP_TAIL)}, ()),
-    "causal": MaskChoice({"fa2": (_RIGHT, _WHOLE), "fa3": (_UP_WHOLE, _UP_RIGHT)}, (_ALIGN,)),
-    "window": MaskChoice(
-        {"fa2": (_RIGHT, _WHOLE, _LEFT), "fa3": (_UP_SIDES, _UP_WHOLE)},
-        (
-            _ALIGN,
-            Param("window_left", "i32", "keys visible before the diagonal, at most max(seqlen_q, seqlen_kv)"),
-            Param("window_right", "i32", "keys visible after the diagonal, likewise"),
-        ),
-    ),
-    "interval": MaskChoice({"fa2": (_RIGHT, _WHOLE, _LEFT), "fa3": (_UP_SIDES, _UP_WHOLE)}, (_ALIGN,)),
-    "expression": MaskChoice({"fa2": (), "fa3": ()}, (_ALIGN,)),  # tiles are found by class, not by bounds
+    "full": MaskChoice({"fa2": (_DOWN_END, _DOWN_WHOLE), "fa3": (_UP_WHOLE, _UP_END)}, ()),
+    "causal": MaskChoice({"fa2": (_DOWN_RIGHT, _DOWN_WHOLE), "fa3": (_UP_WHOLE, _UP_RIGHT)}, (_ALIGN,)),
+    "window": MaskChoice(_WINDOW, (
+        _ALIGN,
+        Param("window_left", "i32", "keys visible before the diagonal, at most max(seqlen_q, seqlen_kv)"),
+        Param("window_right", "i32", "keys visible after the diagonal, likewise"),
+    )),
+    "interval": MaskChoice(_WINDOW, (_ALIGN,)),
+    "expression": MaskChoice({"fa2": (), "fa3": (_BY_CLASS,)}, (_ALIGN,)),  # tiles are found by class
 }
 
 LAYOUTS: dict[str, tuple[Param, ...]] = {
@@ -87,20 +85,16 @@ LAYOUTS: dict[str, tuple[Param, ...]] = {
     ),
 }
 
-SCORES: dict[str, tuple[Param, ...]] = {
-    "none": (),
+SCORES: dict[str, tuple[Param, ...]] = {  # a spec without a score expression has no such slot
     "expression": (Param("softmax_scale", "f32", "of scores, before the expression"), _ALIGN),
 }
 
-# What only variants with expressions have, and the name of the opposite: flags of the skeletons.
-EXPRESSION_FLAGS = {
-    "changed": "unchanged",  # scores, by an expression
-    "walked": "ranged",      # tiles of keys are found by class; or they are ranges
-    "summed": "normalized",  # weights are the scores themselves; or a softmax
-    "sink": "",
-    "bounded": "",           # keys by an expression, which is an interval
-    "names_batch": "",       # an expression asks which sequence it is
-}
+EXPRESSION_FLAGS = (  # flags of the skeletons that only plans with expressions list
+    "changes_scores",
+    "evaluates",    # an expression is printed: expression.cuh
+    "sink",
+    "names_batch",  # an expression asks which sequence it is
+)
 
 ORDERS: dict[str, tuple[Param, ...]] = {
     "in_order": (),
@@ -117,10 +111,22 @@ ROWS: dict[str, tuple[Param, ...]] = {
                Param("group_queries", "divisor", "of a warpgroup: as many as fit into 64 rows, with all heads")),
 }
 
-SLOTS: dict[str, tuple[str, ...]] = {"layout": (*LAYOUTS, "packed"), "rows": tuple(ROWS), "score": tuple(SCORES),
-                                     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS),
-                                     "weights": WEIGHTS,
-                                     "cache": ("dense", "pages"), "copy": ("boxes", "rows")}
+SLOTS: dict[str, tuple[str, ...]] = {
+    "layout": (*LAYOUTS, "packed"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
+    "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "weights": WEIGHTS,
+    "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
+}
+
+# Slots inside the bodies of a family's kernels: templates/<family>/<slot>/<choice>/<piece>.cuh.j2, each piece included
+# by name (`walk.loads`). All choices of a slot have the same pieces.
+PIECES: dict[str, tuple[str, ...]] = {
+    "walk": ("ranges", "classes"),        # tiles of keys are a range, or are found by their class
+    "loops": ("in_turn", "alternating"),  # fa3, ranges: loops run in turn, or one before and after the other; by mask
+    "normalize": ("softmax", "none"),     # weights are a softmax, or the scores themselves
+    "output": ("apart", "over_queries"),  # fa3: the output waits in room of its own, or in that of its queries
+    "units": ("whole", "split"),          # fa3: a unit of work is a query tile, or may be a part of one
+    "query": ("registers", "shared"),     # fa2: where the A operand of the score product is
+}
 
 
 def mask_choice(causal: bool, window: bool) -> str:

@@ -79,7 +79,9 @@ def _plan(e: Counts) -> Iterator[str]:
     yield "plan"
     for constant in plan.constants:
         yield f"  {constant.name:<19}{constant.value:>6}  {constant.reason}"
-    words = [f"{slot} {choice}" for slot, choice in plan.slots] + [name for name, on in plan.flags if on]
+    choices = dict(plan.slots)
+    words = [*(f"{slot} {choice}" for slot, choice in choices.items()),
+             *(name for name, on in plan.flags if on and name not in choices.values())]
     yield from _wrapped(f"  {'slots and flags':<27}", ", ".join(words))
     if not _moves_registers(e):
         yield f"  {'warps':<27}{', '.join(f'{role.name} {role.warps}' for role in plan.roles)}"

@@ -22,6 +22,7 @@ from mutant_kit import Mutant, sites_of
 from sampling import SOAK_RUNS
 
 from flashgen.codegen.families.registry import lower
+from flashgen.codegen.slots import PIECES, SLOTS
 from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import VerifyError
 from flashgen.runtime.emulator.kernel import emulated_sms
@@ -120,9 +121,13 @@ def test_no_synchronisation_is_idle(site: Site) -> None:
 
 def test_the_variants_have_every_statement_of_the_templates() -> None:
     """What is under a flag that none of them has would not be tried."""
-    flags = [dict(lower(spec).flags) for spec in MUTATED.values()]
+    plans = [lower(spec) for spec in MUTATED.values()]
+    flags = [dict(plan.flags) for plan in plans]
     for flag in flags[0]:
-        assert any(f[flag] for f in flags) or flag == "lse", flag
+        assert any(f[flag] for f in flags) or flag in ("lse", "tile_words"), flag
+    assert {choice for plan in plans for choice in plan.slots} >= {
+        (slot, choice) for slot in ("rows", "order", "weights", "output", "units", "coordinates")
+        for choice in {**SLOTS, **PIECES}[slot]}
 
 
 # name: (variant, file, part of the report, text, its replacement)
@@ -139,7 +144,7 @@ FAULTS = {
     "another warpgroup's queries": (
         "turns, output apart", "kernel", "", "a.first_query[w]", "a.first_query[0]"),
     "idle warpgroups at the end": (
-        "tickets, output over queries", "kernel", "", "+ 1 - w.m_tile) * p.warpgroups",
+        "tickets, output over queries", "query_groups.cuh", "", "+ 1 - w.m_tile) * p.warpgroups",
         "+ 1 - w.m_tile) * p.warpgroups + 1"),
     "output not rescaled": ("tickets, output over queries", "kernel", "error", "rescale.apply(o);", ""),
     "sum not rescaled": (
@@ -164,12 +169,12 @@ FAULTS = {
     "a part of the wrong tile": (
         "turns, parts, output over queries", "kernel", "", "p.counters + ARRIVALS + a.tail", "p.counters + ARRIVALS"),
     "rows of another head": ("packed", "kernel", "", "head = row % p.heads_per_kv_head", "head = 0"),
-    "rows are queries": ("packed", "kernel", "error", "return row / p.heads_per_kv_head;", "return row;"),
+    "rows are queries": ("packed", "kernel", "error", "row = row / p.heads_per_kv_head;", ""),
     "the first masked tile": (
         "turns, output apart", "kernel", "", "if (tile >= tiles.full_end)", "if (tile > tiles.full_end)"),
     "quotients of divisors": ("packed", "divisor.cuh", "", ">> 32 >> by.shift", ">> 32 >> by.shift + 1"),
     "rows that hold no query": (
-        "packed", "kernel", "", "int row = group_queries(p) * rows_per_query(p); row < 64", "int row = 64; row < 64"),
+        "packed", "kernel", "", "int row = p.group_queries * p.heads_per_kv_head; row < 64", "int row = 64; row < 64"),
     "rows of the next sequence overwritten": (
         "varlen", "kernel", "", "constexpr int STORED_ROWS = 16;", "constexpr int STORED_ROWS = 1;"),
     "a sequence's own rows": ("varlen", "kernel", "", "return w.kv_begin;", "return w.kv_begin + 1;"),
@@ -199,9 +204,9 @@ FAULTS_OF_FEW = {
     "parts of all that there could be": ("kernel", "parts * 4 * p.warpgroups)", "parts * SLABS)"),
     "queries of all that there could be": ("kernel", "int w = 0; w < p.warpgroups", "int w = 0; w < WARPGROUPS"),
     "a turn for two": ("kernel", "bar_arrive_of(next_turn, p.turn_threads)", "bar_arrive_of(next_turn, 256)"),
-    "a start for more than there are": ("kernel", "block_rows(p) * 2 + 128", "NUM_THREADS"),
-    "tiles as tall as they could be": ("kernel", "64 * (groups - 1) / block_rows(p) + 1",
-                                       "(groups - 1) / WARPGROUPS + 1"),
+    "a start for more than there are": ("kernel", "p.block_rows * 2 + 128", "NUM_THREADS"),
+    "tiles as tall as they could be": ("query_groups.cuh", "64 * (groups - 1) / p.block_rows + 1",
+                                       "(groups - 1) / 2 + 1"),
 }
 
 

@@ -94,7 +94,7 @@ def test_blocks_of_fewer_rows(lengths: tuple[int, ...], heads: int, tokens: int,
     problem = MlaProblem(lengths, heads, tokens, causal=tokens > 1, sink=heads == 31)
     with emulated_sms(sms), scheduled(Schedule(policy, sms, resident=sms)):
         records = flashgen.mla_schedule(problem.make_inputs().seqlens_kv, heads, tokens).rows
-        assert records[0, 12] == rows  # block_rows of templates/flashmla/part.cuh.j2
+        assert records[0, 12] == rows  # block_rows of flashgen/segments.cuh
         solved(problem)
 
 

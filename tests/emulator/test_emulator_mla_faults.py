@@ -49,7 +49,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("wgmma_fence();", "tie_registers(keys);", "#pragma unroll"):
         "for ptxas, which takes no products on trust that are issued behind a wait",
 }
-FILES = ("kernel", "merge_shares.cuh")  # whose faults are tried; fa3 has those of the other headers
+FILES = ("kernel", "latent_rows.cuh", "merge_shares.cuh", "segments.cuh")  # tried here; fa3 tries the others
 
 
 def _wanted(site: Site) -> bool:

@@ -75,7 +75,7 @@ def cutting_of(plan: Plan) -> Cutting:
     fields: dict[str, Any] = dict(plan.spec)
     return Cutting(plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), fields.get("causal", False),
                    fields.get("pack_gqa", False), fields["head_dim_qk"], fields["head_dim_v"],
-                   DTYPES[fields["dtype"]].bytes, walked=("walked", True) in plan.flags)
+                   DTYPES[fields["dtype"]].bytes, walked=("walk", "classes") in plan.slots)
 
 
 def _shape(plan: Plan, sizes: Sizes) -> Shape:

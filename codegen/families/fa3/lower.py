@@ -86,20 +86,20 @@ def lower(spec: Spec, target: Target) -> Plan:
     packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
     order = "in_order" if packed else "longest_first"
     out_stages = _out_stages(spec, tile)
-    over_queries = not out_stages
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
         template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, tile, groups, out_stages, split, pingpong, poisonable),
         slots=(("layout", "packed" if packed else spec.kv_layout), ("coordinates", spec.kv_layout),
-               ("rows", "packed" if packed else "plain"), ("score", expressions.score_of(spec)), ("mask", mask),
-               ("order", order), ("weights", tile.p_operand)),
-        flags=(("lse", spec.lse), ("split", split), ("whole", not split), ("tickets", order != "in_order"),
-               ("pingpong", pingpong), ("out_over_queries", over_queries), ("frees_queries", not over_queries),
-               ("out_apart", bool(out_stages)), ("stores_boxes", not packed), ("stores_rows", varlen or packed),
-               ("packed", packed), ("moves_registers", groups in REGISTERS), ("poisonable", poisonable),
-               ("pure", not poisonable),
-               ("one_loop", split and spec.head_dim_qk > ONE_LOOP_HEAD_DIM), *expressions.flags_of(spec)),
+               ("rows", "packed" if packed else "plain"), *expressions.slots_of(spec), ("order", order),
+               ("weights", tile.p_operand), ("output", "apart" if out_stages else "over_queries"),
+               ("units", "split" if split else "whole")),
+        flags=(("lse", spec.lse), ("varlen", varlen), ("softmax", spec.normalize == "softmax"), ("split", split),
+               ("one_loop", split and spec.head_dim_qk > ONE_LOOP_HEAD_DIM), ("tickets", order != "in_order"),
+               ("pingpong", pingpong), ("over_queries", not out_stages),
+               ("stores_boxes", not packed), ("stores_rows", varlen or packed), ("packed", packed),
+               ("moves_registers", groups in REGISTERS), ("poisonable", poisonable),
+               ("tile_words", mask == "expression"), *expressions.flags_of(spec)),
         params=_params(spec, order, split, pingpong), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
@@ -145,7 +145,7 @@ def _barriers(tile: TileRow, groups: int, poisonable: bool) -> tuple[Barrier, ..
         Barrier("Q_EMPTY", q_stages, WARPGROUP_WARPS, "every warp of it is done with them; [warpgroup][stage]"),
         Barrier("WORK_FULL", WORK_STAGES, 1, "the next query tile is announced"),
         Barrier("WORK_EMPTY", WORK_STAGES, 1 + (CLEAN_WARPS if poisonable else 0),
-                "every mma warp and the other load warps are done with it", WARPGROUP_WARPS),
+                "the other warps are done with it", WARPGROUP_WARPS),
         *((Barrier("V_LANDED", tile.stages, 1, "a tile of values has landed that not every row sees whole"),)
           if poisonable else ()),
     )
@@ -167,7 +167,7 @@ def _smem(spec: Spec, tile: TileRow, groups: int, walked: bool, out_stages: int,
         ("WORK", WORK_STAGES * (ASSIGNMENT_BYTES + groups * WARPGROUP_BYTES),
          f"{WORK_STAGES} announcements of query tiles"),
         *((("TILES", round_up(4 * tile.stages * (groups + 1), 16),
-            f"[stages][{groups} warpgroups] which tile a stage of keys holds; [stages] of values"),) if walked else ()),
+            f"[stages][{groups} warpgroups] tile of keys in a stage; [stages] of values"),) if walked else ()),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))
 
@@ -235,7 +235,7 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         stored = WARPGROUP_ROWS + 1, "more than there are: no box takes rows of heads"
     else:
         stored = (WARP_ROWS if spec.kv_layout == "varlen" else 1,
-                  "of a warp's 16 that must exist for a box to take them: it ends where the tensor does")
+                  "of a warp's 16 that must exist for a box: it ends where the tensor does")
     constants += [
         Constant("OUT_STAGES", out_stages or panels, "panels of 16 rows of output that a warp has room for"),
         Constant("STORED_ROWS", *stored),

@@ -141,10 +141,10 @@ class Grid(NamedTuple):
 
     def length(self, place: int) -> int:
         """Tiles of keys of a tile of queries: number `place` of a head, the longest first. As num_parts in
-        templates/fa3/unit_tiles.cuh.j2 counts them."""
+        templates/fa3/parts.cuh.j2 counts them."""
         last = self.reach
         if self.cut.causal:
-            # Tiles end with the last group of queries (first_group in templates/fa3/units.cuh.j2).
+            # Tiles end with the last group of queries (first_group in flashgen/query_groups.cuh).
             queries = self.cut.queries(self.group)
             end = round_up(self.seqlen_q, queries // self.cut.warpgroups) - place * queries
             last = min(end, self.seqlen_q) - 1 + self.shift

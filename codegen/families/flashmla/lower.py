@@ -45,7 +45,7 @@ def lower_decode(spec: Spec, target: Target) -> Plan:
     return Plan(
         variant=spec.variant, target=target.name, family="flashmla", pass_="decode", spec=spec.fields(),
         template="flashmla/decode.cu.j2", element=element, constants=_constants(spec, copy),
-        slots=(("cache", cache), ("copy", copy)), flags=(("rotary", rotary), ("no_rotary", not rotary)),
+        slots=(("cache", cache), ("copy", copy)), flags=(("rotary", rotary), ("weights_await_room", not rotary)),
         params=_params(rotary, copy),
         smem=smem, roles=(Role("load", WARPGROUP_WARPS, LOAD_REGISTERS),
                           Role("mma", 2 * WARPGROUP_WARPS, MMA_REGISTERS)),

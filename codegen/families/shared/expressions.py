@@ -29,9 +29,11 @@ def mask_of(spec: Spec) -> str:
     return built_in.get(tree.text) or ("interval" if interval(tree) else "expression")
 
 
-def score_of(spec: Spec) -> str:
-    """The score slot's choice."""
-    return "none" if spec.expressions.score is None else "expression"
+def slots_of(spec: Spec) -> tuple[tuple[str, str], ...]:
+    """The choices of the slots that a spec's mask, expressions and `normalize` decide."""
+    mask = mask_of(spec)
+    return (*((("score", "expression"),) if spec.expressions.score is not None else ()), ("mask", mask),
+            ("walk", "classes" if mask == "expression" else "ranges"), ("normalize", spec.normalize))
 
 
 def printed(spec: Spec) -> tuple[Expression, ...]:
@@ -47,10 +49,8 @@ def flags_of(spec: Spec) -> tuple[tuple[str, bool], ...]:
     """Those of EXPRESSION_FLAGS that hold."""
     trees = [tree for tree in (spec.expressions.score, spec.expressions.mask) if tree is not None]
     holds = {
-        "changed": score_of(spec) == "expression", "walked": mask_of(spec) == "expression",
-        "bounded": mask_of(spec) == "interval",
-        "summed": spec.normalize == "none", "sink": spec.sink == "per_head",
-        "names_batch": any("batch" in names_of(tree) for tree in trees),
+        "changes_scores": spec.expressions.score is not None, "evaluates": bool(printed(spec)),
+        "sink": spec.sink == "per_head", "names_batch": any("batch" in names_of(tree) for tree in trees),
     }
     return tuple((name, True) for name in EXPRESSION_FLAGS if holds[name])
 
@@ -63,7 +63,8 @@ def pointer_params(spec: Spec) -> list[Param]:
 
 def slot_params(spec: Spec) -> list[Param]:
     """Of the score and mask slots, and scalars among the spec's own parameters."""
-    slots = dict.fromkeys((*SCORES[score_of(spec)], *MASKS[mask_of(spec)].params))
+    score = () if spec.expressions.score is None else SCORES["expression"]
+    slots = dict.fromkeys((*score, *MASKS[mask_of(spec)].params))
     return [*slots, *(Param(f"user_{param.name}", _SCALARS[param.type], "parameter of the spec")
                       for param in spec.expressions.params if isinstance(param, ScalarParam))]
 
