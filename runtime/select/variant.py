@@ -12,7 +12,9 @@ from flashgen.codegen.spec.expressions import plain_params
 from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import SpecError, UnsupportedError
 
-_MODEL: dict[str, Any] = {"family": DEFAULT, "dtype": "bf16", "head_dim_qk": 64}  # what expressions are read beside
+# The other fields of the spec in which a variant is first checked.
+_MODEL: dict[str, Any] = {"family": DEFAULT, "pass_": FAMILIES[DEFAULT].by_op["attention"].name, "dtype": "bf16",
+                          "head_dim_qk": 64}
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def variant(score: str = "none", mask: str = "none", *, params: Mapping[str, Any
     given = {"name": name, "score": score, "mask": mask, "params": {} if params is None else params, "sink": sink,
              "normalize": normalize, "align": align, **({"lse": False} if _is(normalize, "none") else {}), **fields}
     family = next((found for name, found in FAMILIES.items() if _is(fields.get("family"), name)), FAMILIES[DEFAULT])
-    model = _MODEL | {"pass_": family.passes[0].name, "arch": family.arch} | given
+    model = _MODEL | {"arch": family.arch} | given
     layouts = [fields["kv_layout"]] if "kv_layout" in fields else ["dense", "varlen"]
     errors: list[SpecError] = []
     for layout in layouts:
