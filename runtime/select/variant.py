@@ -4,13 +4,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.expr.tree import Param
 from flashgen.codegen.families.registry import DEFAULT, FAMILIES
 from flashgen.codegen.spec.expressions import plain_params
-from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import SpecError, UnsupportedError
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec.spec import Spec
 
 # The other fields of the spec in which a variant is first checked.
 _MODEL: dict[str, Any] = {"family": DEFAULT, "pass_": FAMILIES[DEFAULT].by_op["attention"].name, "dtype": "bf16",
@@ -28,6 +30,8 @@ class Variant:
 
     def spec(self, **call: Any) -> Spec:
         """The Spec of one kind of call; what the variant fixes itself counts. Raises SpecError."""
+        from flashgen.codegen.spec.spec import Spec
+
         return Spec(**{**call, **self.fields})
 
     def specs(self, calls: Sequence[Mapping[str, Any]]) -> tuple[Spec, ...]:
@@ -76,6 +80,8 @@ def variant(score: str = "none", mask: str = "none", *, params: Mapping[str, Any
 
     Raises SpecError, with the column, for an expression that is none. Nothing is compiled before the first call.
     """
+    from flashgen.codegen.spec.spec import Spec
+
     given = {"name": name, "score": score, "mask": mask, "params": {} if params is None else params, "sink": sink,
              "normalize": normalize, "align": align, **({"lse": False} if _is(normalize, "none") else {}), **fields}
     family = next((found for name, found in FAMILIES.items() if _is(fields.get("family"), name)), FAMILIES[DEFAULT])
