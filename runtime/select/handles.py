@@ -67,7 +67,7 @@ handle_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.
 
 
 def _is_spec(value: object) -> TypeGuard[Spec]:
-    """Who has one has imported its module, which calls that a bundle serves do without."""
+    """Whether it is a Spec. Whoever has one has imported its module, which a call from a bundle does without."""
     return isinstance(value, getattr(sys.modules.get("flashgen.codegen.spec.fields"), "Spec", ()))
 
 
