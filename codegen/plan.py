@@ -1,6 +1,6 @@
 """The Plan: every number and choice of one kernel, each with its reason. Pure data; no CUDA text, no tensors.
 
-`lower/<family>.py` makes plans, `verify` refuses those that do not fit their target, `render` prints them.
+`families/<name>/lower.py` makes plans, `verify` refuses those that do not fit their target, `render` prints them.
 One tuple `params` renders the CUDA struct and packs the launch bytes; `smem` is the only source of offsets.
 """
 from __future__ import annotations

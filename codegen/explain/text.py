@@ -31,7 +31,7 @@ class Explanation(Counts):
 
 def explain_attention(plan: Plan, spec: Spec, *, registers: int | None = None, variants: int = 1, **problem: Any
                       ) -> Explanation:
-    """Of a pass that answers attention. UnsupportedError for sizes that make no call."""
+    """What a pass that answers attention does. UnsupportedError for sizes that make no call."""
     return Explanation(**vars(counts.count(plan, spec, Shape.of(**problem), registers=registers, variants=variants)))
 
 

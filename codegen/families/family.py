@@ -23,18 +23,18 @@ class Option:
 
     about: str
     unit: str = ""
-    short: Callable[[Any], str] = "{}".format  # its part of a variant's name, where it has another value than default
+    short: Callable[[Any], str] = "{}".format  # its part of a variant's name, for values other than the default
     override: bool = False                     # whether overrides may set it
     after: str = ""                            # the common field that it details, behind which it stands
-    limits: Mapping[str, Any] = field(default_factory=dict)  # of numbers: ge, le
+    limits: Mapping[str, Any] = field(default_factory=dict)  # ge and le, for numbers
 
 
 class Trait(NamedTuple):
     """An option that decides which calls a kernel serves, or serves well."""
 
     option: str
-    unasked: Any                               # what a call had better have that does not say
-    serving: Callable[[Any], tuple[Any, ...]]  # from what a call had better have to what serves it, the best first
+    unasked: Any                               # the value wanted by a call that does not say
+    serving: Callable[[Any], tuple[Any, ...]]  # the values that serve a call which wants this one, the best first
 
 
 class DenseCall(NamedTuple):
@@ -56,7 +56,7 @@ class Pass:
     """One kernel of the family, and the operation that it answers."""
 
     name: str                                # value of the spec field `pass`
-    op: str                                  # a folder of runtime/ops, or a call beside it
+    op: str                                  # the operation, by which registry.fastest_first finds families
     about: str
     lower: Callable[[Any, Any], Any]         # from (Spec, Target) to Plan
     launch: Callable[[Mapping[str, Plan], Any, int], Program]  # from plans by pass, the sizes of a call, and SMs
@@ -71,16 +71,16 @@ class Pass:
 class Family:
     name: str
     feature: str              # key of target.FEATURES: what its targets have
-    cards: str                # the same for people
+    cards: str                # the GPUs that it runs on, in words
     arch: str                 # the target that examples show
-    rank: int                 # the lowest of the families that can serve a call does: the fastest
+    rank: int                 # the family of lowest rank, which is the fastest, serves a call if it can
     passes: tuple[Pass, ...]
-    options: type             # its own spec fields
+    options: type             # the class of its own spec fields
     only: tuple[Only, ...]    # what it takes of the common fields
     rules: tuple[Rule, ...] = ()
-    traits: tuple[Trait, ...] = ()       # the first decides most
+    traits: tuple[Trait, ...] = ()       # in order of weight: the first decides before the others
     tiles: TileTable[Any] | None = None  # None: it has one tile
-    typical: Mapping[str, Any] = field(default_factory=dict)  # what the variant has that stands for a file
+    typical: Mapping[str, Any] = field(default_factory=dict)  # fields of the variant that stands for a spec file
     short_names: tuple[str, ...] = ()    # what specs' names may begin with instead of its name
     default: bool = False                # names that begin with no family mean this one
     needs_maps: bool = False             # its kernels read q, k and v through tensor maps

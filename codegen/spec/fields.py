@@ -48,13 +48,13 @@ else:
     FamilyName = Literal[tuple(FAMILIES)]
     PassName = Literal[tuple(passes())]
 
-MAX_HEAD_DIM = 576  # of any family; most stop earlier
+MAX_HEAD_DIM = 576  # the largest of any family; most stop earlier
 NAME_PATTERN = r"^[a-z][a-z0-9]*(_[a-z0-9]+)*$"  # no double underscore: C++ reserves those
 
 
 def _row(about: str, unit: str = "", *, override: bool = False, families: str = "", words: str = "", **limits: Any
          ) -> Any:
-    """`families`: those that alone have the field. `words`: what is allowed, where the limits do not say it."""
+    """`families`: those that have the field, if not all do. `words`: what is allowed, where limits do not say it."""
     extra: dict[str, Any] = {"unit": unit, "override": override, "families": families, "words": words}
     return Field(description=about, json_schema_extra=extra, **limits)
 
@@ -180,7 +180,7 @@ class Common(_Frozen):
         return "_".join(text for present, text in parts if present)
 
     def _short(self, after: str = "") -> Iterator[str]:
-        """What options add to the name: those that detail a common field, or the others."""
+        """Parts of the name that options add: those that detail the common field `after`, or the others."""
         for name, option in OPTIONS.items():
             value = getattr(self, name)
             if option.after == after and value != Spec.model_fields[name].default:
@@ -212,7 +212,7 @@ class Common(_Frozen):
         return Spec(**(values | changes))
 
 
-OPTIONS: dict[str, Option] = {}  # of all families, by name
+OPTIONS: dict[str, Option] = {}  # the options of all families, by field
 
 
 def _with_options() -> type[Common]:
@@ -251,7 +251,7 @@ class Row:
     required: bool
     default: object
     override: bool
-    families: str = ""  # those that alone have it
+    families: str = ""  # the families that have it, if not all do
     words: str = ""     # what is allowed, where the schema does not say it
     parts: tuple[Row, ...] = ()
 

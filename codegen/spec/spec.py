@@ -82,7 +82,7 @@ def variant_spec_paths() -> tuple[Path, ...]:
 
 def spec_path(spec: str | os.PathLike[str]) -> Path:
     """The shipped file of this name; else the path as it is given. With .yaml a name is a path first, so that a copy
-    in the working directory counts; a folder called as a spec hides nothing."""
+    in the working directory counts; a folder with the name of a spec hides nothing."""
     path = _as_path(spec)
     named = [p for p in (*shipped_spec_paths(), *variant_spec_paths()) if os.fspath(spec) in (p.name, p.stem)]
     return named[0] if named and (os.fspath(spec) == named[0].stem or not os.path.exists(path)) else path

@@ -11,16 +11,19 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from flashgen.codegen.expr.tree import Param, ScalarParam
 from flashgen.codegen.families.registry import pass_of
 from flashgen.codegen.spec.expressions import plain_params
-from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths, spec_path, variant_spec_paths
 from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime.select.variant import Variant, as_json, variant
+
+if TYPE_CHECKING:
+    from flashgen.codegen.spec.spec import Spec
 
 MEMO_LIMIT = 1024
 SEPARATOR = "\n"  # after a handle, before its parameters: their signature has none
@@ -45,12 +48,12 @@ def handle_of(spec: str | os.PathLike[str] | Spec | Variant) -> str:
         return spec
     if isinstance(spec, Variant):
         return spec.handle
-    if isinstance(spec, Spec):
+    if _is_spec(spec):
         found = _specs.get(id(spec))
         if found is None:
             if len(_specs) >= MEMO_LIMIT:
                 _specs.clear()
-            fields = {name: getattr(spec, name) for name, info in Spec.model_fields.items()
+            fields = {name: getattr(spec, name) for name, info in type(spec).model_fields.items()
                       if getattr(spec, name) != info.default}
             found = _specs[id(spec)] = spec, _SPEC + as_json({**fields, "params": plain_params(spec.params)})
         return found[1]
@@ -62,6 +65,11 @@ def handle_of(spec: str | os.PathLike[str] | Spec | Variant) -> str:
 
 
 handle_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it while it traces
+
+
+def _is_spec(value: object) -> TypeGuard[Spec]:
+    """Whether it is a Spec. Whoever has one has imported its module, which a call from a bundle does without."""
+    return isinstance(value, getattr(sys.modules.get("flashgen.codegen.spec.fields"), "Spec", ()))
 
 
 def _path_handle(text: str) -> str:
@@ -77,6 +85,8 @@ def _path_handle(text: str) -> str:
                         allowed="an absolute path, or the name of a shipped spec") from None
     found = _paths.get(key)
     if found is None:
+        from flashgen.codegen.spec.spec import spec_path
+
         path = spec_path(text)
         found = path.stem if path in _shipped_names().values() else os.path.abspath(path)
         if len(_paths) >= MEMO_LIMIT:
@@ -88,6 +98,8 @@ def _path_handle(text: str) -> str:
 
 @functools.cache
 def _shipped_names() -> dict[str, Path]:
+    from flashgen.codegen.spec.spec import shipped_spec_paths, variant_spec_paths
+
     return {path.stem: path for path in (*shipped_spec_paths(), *variant_spec_paths())}
 
 
@@ -97,6 +109,8 @@ def forget_paths() -> None:
 
 def opened(handle: str) -> Variant | tuple[Spec, ...]:
     """What a handle names: read from its file, or made anew from its JSON. Raises SpecError."""
+    from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
+
     for prefix, make in ((_VARIANT, lambda fields: variant(**fields)),
                          (_SPEC, lambda fields: with_siblings(Spec(**fields)))):
         if handle.startswith(prefix):

@@ -23,9 +23,7 @@ from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec.expressions import SINK
-from flashgen.codegen.spec.fields import rows
 from flashgen.codegen.spec.rule import changed
-from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import BundleError, UnsupportedError
 from flashgen.log import logger
@@ -37,6 +35,7 @@ from flashgen.runtime.select.selector import Selector, Wanted, selector, serving
 from flashgen.runtime.select.variant import Variant
 
 if TYPE_CHECKING:
+    from flashgen.codegen.spec.spec import Spec
     from flashgen.runtime.emulator.kernel import EmulatedKernel
 
 EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
@@ -276,7 +275,7 @@ def choose(wanted: Wanted, archs: list[str], *, emulated: bool = False) -> Choic
     missing: list[str] = []
     for family in fastest_first(wanted.op, emulated=emulated):
         found = _variant(family, wanted, archs)
-        if isinstance(found, Spec):
+        if not isinstance(found, str):
             return Choice(found, "; ".join([f"{family.name}: {found.variant}.{found.arch}", *missing]))
         missing.append(f"not {family.name}: {found}")
     raise UnsupportedError(f"no shipped spec serves {_asked(wanted)} on {archs[0]}", allowed="; ".join(missing),
@@ -285,6 +284,8 @@ def choose(wanted: Wanted, archs: list[str], *, emulated: bool = False) -> Choic
 
 def _variant(family: Family, wanted: Wanted, archs: list[str]) -> Spec | str:
     """The family's variant for the call, shipped or made after a shipped one; where there is none, why."""
+    from flashgen.codegen.spec.fields import rows
+
     if not _reads(family, wanted):
         return NO_MAPS
     shipped = _shipped()
@@ -309,6 +310,8 @@ def _variant(family: Family, wanted: Wanted, archs: list[str]) -> Spec | str:
 
 @functools.cache
 def _shipped() -> dict[Selector, Spec]:
+    from flashgen.codegen.spec.spec import load_specs, shipped_spec_paths
+
     found: dict[Selector, Spec] = {}
     for path in shipped_spec_paths():
         for spec in load_specs(path).specs:

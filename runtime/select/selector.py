@@ -30,8 +30,8 @@ class Wanted:
     lse: bool
     spec: str = ""
     tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
-    op: str = "attention"     # of families' passes
-    traits: tuple[tuple[str, Any], ...] = ()  # what options of families had better be, where the call says so
+    op: str = "attention"     # the operation, which a pass of each family answers
+    traits: tuple[tuple[str, Any], ...] = ()  # (option, wanted value) where the call says: Trait of families/family.py
 
 
 class Selector(NamedTuple):
@@ -47,7 +47,7 @@ class Selector(NamedTuple):
     window: bool
     lse: bool
     batch_invariant: bool
-    traits: tuple[tuple[Name, object], ...]  # of the family, in its order
+    traits: tuple[tuple[Name, object], ...]  # (option, value) of the family's traits, in its order
 
 
 class Preference(NamedTuple):

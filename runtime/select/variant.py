@@ -4,15 +4,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.expr.tree import Param
 from flashgen.codegen.families.registry import DEFAULT, FAMILIES
 from flashgen.codegen.spec.expressions import plain_params
-from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import SpecError, UnsupportedError
 
-_MODEL: dict[str, Any] = {"family": DEFAULT, "dtype": "bf16", "head_dim_qk": 64}  # what expressions are read beside
+if TYPE_CHECKING:
+    from flashgen.codegen.spec.spec import Spec
+
+# The other fields of the spec in which a variant is first checked.
+_MODEL: dict[str, Any] = {"family": DEFAULT, "pass_": FAMILIES[DEFAULT].by_op["attention"].name, "dtype": "bf16",
+                          "head_dim_qk": 64}
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Variant:
 
     def spec(self, **call: Any) -> Spec:
         """The Spec of one kind of call; what the variant fixes itself counts. Raises SpecError."""
+        from flashgen.codegen.spec.spec import Spec
+
         return Spec(**{**call, **self.fields})
 
     def specs(self, calls: Sequence[Mapping[str, Any]]) -> tuple[Spec, ...]:
@@ -74,10 +80,12 @@ def variant(score: str = "none", mask: str = "none", *, params: Mapping[str, Any
 
     Raises SpecError, with the column, for an expression that is none. Nothing is compiled before the first call.
     """
+    from flashgen.codegen.spec.spec import Spec
+
     given = {"name": name, "score": score, "mask": mask, "params": {} if params is None else params, "sink": sink,
              "normalize": normalize, "align": align, **({"lse": False} if _is(normalize, "none") else {}), **fields}
     family = next((found for name, found in FAMILIES.items() if _is(fields.get("family"), name)), FAMILIES[DEFAULT])
-    model = _MODEL | {"pass_": family.passes[0].name, "arch": family.arch} | given
+    model = _MODEL | {"arch": family.arch} | given
     layouts = [fields["kv_layout"]] if "kv_layout" in fields else ["dense", "varlen"]
     errors: list[SpecError] = []
     for layout in layouts:

@@ -16,20 +16,20 @@ ANY = frozenset({"full", "causal", "window"})
 FULL = frozenset({"full"})
 CAUSAL = frozenset({"causal"})
 WHOLE = frozenset({"whole"})
-KEYS = tuple(range(32, 257, 16))  # of a tile: what tune tries
-STAGES = (2, 3, 4, 5)             # likewise
+KEYS = tuple(range(32, 257, 16))  # keys per tile that tune tries
+STAGES = (2, 3, 4, 5)             # stages that tune tries
 
 
 @dataclass(frozen=True)
 class Row:
-    """What all tables say of a tile. Those of a family have more."""
+    """The fields that all tables have. A family adds its own."""
 
     head_dim_qk: int
     head_dim_v: int
     _: KW_ONLY
     targets: frozenset[str]
     masks: frozenset[str] = ANY
-    kinds: frozenset[str] = WHOLE  # of kernels, of which a family may have several for one mask
+    kinds: frozenset[str] = WHOLE  # kinds of kernel that the row is for, of TileTable.kinds
     m: int                         # query rows per block
     n: int                         # keys per tile
     warps: int
@@ -45,15 +45,15 @@ _COMMON = ("m", "n", "warps", "stages")
 @dataclass(frozen=True)
 class TileTable(Generic[_Row]):
     rows: tuple[_Row, ...]
-    axes: Mapping[str, tuple[Any, ...]]            # what tune tries: values of fields of a row, or of the spec
+    axes: Mapping[str, tuple[Any, ...]]            # values that tune tries, by field of the row or of the spec
     overrides: tuple[str, ...]                     # fields of a row that specs set, beside tile, roles and stages
     kinds: tuple[str, ...] = ("whole",)
     kind_of: Callable[[Any], str] = lambda spec: "whole"
-    rows_per_warp: int = 0                         # 0: a table or spec says rows and warps apart
+    rows_per_warp: int = 0                         # query rows that go with each warp; 0: set apart
 
     @property
     def own(self) -> tuple[str, ...]:
-        """The axes that the family's specs alone have."""
+        """The axes that only specs of this family have."""
         return tuple(name for name in self.axes if name not in _COMMON)
 
     def find(self, target: str, mask: str, head_dim_qk: int, head_dim_v: int, kind: str = "whole") -> _Row | None:
