@@ -26,7 +26,7 @@ from flashgen.runtime.compile.nvrtc import version_text
 from flashgen.runtime.doctor import driver_version
 from flashgen.runtime.measure.bench import DATA, Call, Refused, Run
 from flashgen.runtime.ops.attention.cases import Case
-from flashgen.runtime.ops.torch_ops import ATTENTION_ARGUMENTS
+from flashgen.runtime.ops.attention.signature import ATTENTION
 from flashgen.runtime.select.lookup import archs_for
 
 TIMING_MS = 5.0      # of one timing at least: far above what an event resolves
@@ -343,16 +343,16 @@ OVERHEAD_ROUNDS = 25
 
 
 def measure_overhead() -> dict[str, float]:
-    """Microseconds of host time per warm call on a tiny problem, medians: our call with and without `out`, and an empty
-    torch op that was defined in the same way and takes the same arguments."""
-    inputs = CudaDevice().inputs(Case(1, 16, 16, 1, 1, 64, 64), 1)[0]
-    q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
+    """Microseconds of host time per warm call on tiny problems, medians: of calls of each operation and family, and of
+    an empty torch op that was defined as attention's and takes the same arguments."""
+    from flashgen.runtime.ops.attention import overhead as attention
+    from flashgen.runtime.ops.mla_decode import overhead as mla_decode
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    q, k, v, out = (torch.zeros(1, 16, 2, 64, dtype=torch.bfloat16, device=device) for _ in range(4))
     with _empty_op() as empty:
-        calls: dict[str, Call] = {
-            "attention_us": lambda: flashgen.attention(q, k, v),
-            "attention_out_us": lambda: flashgen.attention(q, k, v, out=out),
-            "empty_op_us": lambda: empty(q, k, v, None, None, 0, -1, -1, 0.125, "", out=out),
-        }
+        calls: dict[str, Call] = {"empty_op": lambda: empty(q, k, v, None, None, 0, -1, -1, 0.125, "", out=out)}
+        calls |= attention.overhead_calls(device) | mla_decode.overhead_calls(device)
         return host_us(calls, torch.cuda.synchronize)
 
 
@@ -370,13 +370,13 @@ def host_us(calls: dict[str, Call], wait: Callable[[], object], clock: Callable[
             if number:  # the first round compiles and fills the memo
                 times[name].append(1e6 * elapsed / OVERHEAD_CALLS)
     wait()
-    return {name: round(statistics.median(values), 3) for name, values in times.items()}
+    return {f"{name}_us": round(statistics.median(values), 3) for name, values in times.items()}
 
 
 @contextlib.contextmanager
 def _empty_op() -> Iterator[Callable[..., object]]:
     library = torch.library.Library("flashgen_bench", "DEF")
-    library.define(f"empty({ATTENTION_ARGUMENTS}, *, Tensor(a!) out) -> ()")
+    library.define(f"empty({ATTENTION.schema()}, *, Tensor(a!) out) -> ()")
     library.impl("empty", lambda *_, out: None, "CUDA")
     torch.library.register_fake("flashgen_bench::empty", lambda *_, out: None, lib=library)
     try:

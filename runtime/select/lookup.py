@@ -23,21 +23,19 @@ from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.families.shared.tiles import KINDS, find_tile
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
-from flashgen.codegen.spec.expressions import SINK, changed
-from flashgen.codegen.spec.fields import rows
-from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import BundleError, UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.launch.driver import device_facts
 from flashgen.runtime.launch.kernel import Kernel
 from flashgen.runtime.select.bundle import Bundle
-from flashgen.runtime.select.handles import Form, forget_paths, form, opened, title
 from flashgen.runtime.select.selector import Selector, selector
-from flashgen.runtime.select.variant import Variant
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # and not before a call needs specs: bundles serve without them
+    from flashgen.codegen.spec.spec import Spec
     from flashgen.runtime.emulator.kernel import EmulatedKernel
+    from flashgen.runtime.select.handles import Form
+    from flashgen.runtime.select.variant import Variant
 
 EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
 EMULATED_FIRST = "sm_90"  # the target whose kernels are emulated where the call leaves a choice
@@ -111,6 +109,8 @@ class Registry:
     def reload(self) -> None:
         """Forget all that was read from spec files, and the kernels that came of it."""
         with self._lock:
+            from flashgen.runtime.select.handles import forget_paths
+
             for memo in (self._opened, self._params, self._forms, self._kernels):
                 memo.clear()
             forget_paths()
@@ -120,6 +120,8 @@ class Registry:
     def _open(self, handle: str) -> Variant | tuple[Spec, ...]:
         found = self._opened.get(handle)
         if found is None:
+            from flashgen.runtime.select.handles import opened
+
             found = self._opened[handle] = opened(handle)
         return found
 
@@ -127,8 +129,10 @@ class Registry:
         """What variants of a handle read of each call, sorted by name, the sink last."""
         found = self._params.get(handle)
         if found is None:
+            from flashgen.codegen.spec.expressions import SINK
+
             spec = self._open(handle)
-            known = spec.params if isinstance(spec, Variant) else [p for one in spec for p in one.expressions.params]
+            known = [p for one in spec for p in one.expressions.params] if isinstance(spec, tuple) else spec.params
             by_name = {param.name: param for param in known if param != SINK}
             found = self._params[handle] = (*(by_name[name] for name in sorted(by_name)),
                                             *((SINK,) if SINK in known else ()))
@@ -138,8 +142,10 @@ class Registry:
         """What sorts the values of a call's parameters."""
         found = self._forms.get(handle)
         if found is None:
+            from flashgen.runtime.select.handles import form
+
             spec = self._open(handle)
-            declared = spec.fields["params"] if isinstance(spec, Variant) else [p for one in spec for p in one.params]
+            declared = [p for one in spec for p in one.params] if isinstance(spec, tuple) else spec.fields["params"]
             found = self._forms[handle] = form(handle, self.params(handle), [param.name for param in declared])
         return found
 
@@ -184,8 +190,12 @@ class Registry:
 
     def _has_twins(self, handle: str) -> bool:
         """Whether variants of a handle may differ in `split` and `pack_gqa`: those with expressions cannot."""
-        spec = self._open(handle) if handle else ()
-        return not isinstance(spec, Variant) and not (spec and all(map(changed, spec)))
+        if not handle:
+            return True
+        from flashgen.codegen.spec.expressions import changed
+
+        spec = self._open(handle)
+        return isinstance(spec, tuple) and not (spec and all(map(changed, spec)))
 
     @staticmethod
     def _archs(device_index: int) -> list[str]:
@@ -199,7 +209,7 @@ class Registry:
         if wanted.spec:
             families = EMULATED_FAMILIES if emulated else FAMILIES
             spec = self._open(wanted.spec)
-            variants = (spec.specs(_kinds_of(wanted, archs, families)) if isinstance(spec, Variant) else spec)
+            variants = spec if isinstance(spec, tuple) else spec.specs(_kinds_of(wanted, archs, families))
             choice = Choice(_matching(variants, wanted, archs), "its spec is named")
         elif emulated:
             choice = choose(wanted, archs, EMULATED_FAMILIES if wanted.pass_ == "fwd" else None)
@@ -282,6 +292,8 @@ def _reads(family: str, wanted: Wanted) -> bool:
 
 def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> Spec:
     """The variant of a named spec that serves the call, of the fastest family and for the closest target."""
+    from flashgen.runtime.select.handles import title
+
     serving = [spec for family in FAMILIES_OF[wanted.pass_] for arch in archs for spec in variants
                if selector(spec.fields(), spec.arch)._replace(score="none") in _selectors(wanted, arch, family)]
     serving.sort(key=lambda spec: spec.page_size != wanted.page_size)  # stable
@@ -315,7 +327,7 @@ def choose(wanted: Wanted, archs: list[str], families: tuple[str, ...] | None = 
     missing: list[str] = []
     for family in families or FAMILIES_OF[wanted.pass_]:
         found = _variant(family, wanted, archs)
-        if isinstance(found, Spec):
+        if not isinstance(found, str):
             return Choice(found, "; ".join([f"{family}: {found.variant}.{found.arch}", *missing]))
         missing.append(f"not {family}: {found}")
     raise UnsupportedError(f"no shipped spec serves {_asked(wanted)} on {archs[0]}", allowed="; ".join(missing),
@@ -341,6 +353,8 @@ def _variant(family: str, wanted: Wanted, archs: list[str]) -> Spec | str:
         return f"its shipped specs do not list {_asked(wanted)}"
     for spec in fitting:
         if find_tile(family, spec.arch, mask_choice(spec.causal, spec.window), *dims.values()) is not None:
+            from flashgen.codegen.spec.fields import rows
+
             # What the model overrides, it overrides for its own head dims.
             return spec.with_(**{row.attribute: row.default for row in rows() if row.override}, **dims)
     return f"it has no tile for head dims {tuple(dims.values())}"
@@ -348,6 +362,8 @@ def _variant(family: str, wanted: Wanted, archs: list[str]) -> Spec | str:
 
 @functools.cache
 def _shipped() -> dict[Selector, Spec]:
+    from flashgen.codegen.spec.spec import load_specs, shipped_spec_paths
+
     found: dict[Selector, Spec] = {}
     for path in shipped_spec_paths():
         for spec in load_specs(path).specs:
@@ -382,19 +398,3 @@ def default_cache():  # type: ignore[no-untyped-def]  # -> Cache, whose import o
     from flashgen.runtime.compile.cache import Cache
 
     return Cache()
-
-
-def load_bundle(directory: str | Path) -> Bundle:
-    """Serve the precompiled kernels of `directory` (written by `flashgen bundle`) from now on, without a compiler.
-
-    Raises BundleError if its manifest is damaged or of an incompatible flashgen.
-    """
-    return registry.load_bundle(directory)
-
-
-def reload() -> None:
-    """Read spec files anew: what changed in them counts from the next call on, also in compiled graphs.
-
-    Each file is otherwise read once per process, and each relative path is looked up once per working directory.
-    """
-    registry.reload()
