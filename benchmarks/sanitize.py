@@ -88,7 +88,7 @@ def launch_program(program: Program, kernels: dict[str, Kernel], pointers: dict[
         else:
             pointers[buffer.name] = counters[buffer.name] = memory.filled(bytes(size))
     for step in program.steps:
-        kernels[step.kernel].launcher(step)(0, *(pointers[name] for name in kernels[step.kernel].plan.pointers))
+        kernels[step.kernel].launcher(step, [*pointers])(0, [*pointers.values()])
     check(api().cuCtxSynchronize(), where)
     for name, place in counters.items():
         left = (ctypes.c_char * (4 * program.buffer(name).size))()

@@ -17,24 +17,25 @@ if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec, load_specs
     from flashgen.runtime.ops.attention.block_map import block_map, unpack_bits
     from flashgen.runtime.ops.attention.call import attention
-    from flashgen.runtime.ops.mla_decode.call import MlaSchedule, mla_decode, mla_schedule
-    from flashgen.runtime.select.lookup import load_bundle, reload
+    from flashgen.runtime.ops.mla_decode.call import mla_decode
+    from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule, mla_schedule
+    from flashgen.runtime.select.sources import load_bundle, reload
     from flashgen.runtime.select.variant import variant
 
 __all__ = ["MlaSchedule", "Spec", "attention", "block_map", "errors", "explain", "load_bundle", "load_specs",
            "mla_decode", "mla_schedule", "reload", "unpack_bits", "variant"]
 
 _HOMES = {
-    "MlaSchedule": "flashgen.runtime.ops.mla_decode.call",
+    "MlaSchedule": "flashgen.runtime.ops.mla_decode.schedule",
     "Spec": "flashgen.codegen.spec.spec",
     "attention": "flashgen.runtime.ops.attention.call",
     "block_map": "flashgen.runtime.ops.attention.block_map",
     "explain": "flashgen.codegen.explain.explain",
-    "load_bundle": "flashgen.runtime.select.lookup",
+    "load_bundle": "flashgen.runtime.select.sources",
     "load_specs": "flashgen.codegen.spec.spec",
     "mla_decode": "flashgen.runtime.ops.mla_decode.call",
-    "mla_schedule": "flashgen.runtime.ops.mla_decode.call",
-    "reload": "flashgen.runtime.select.lookup",
+    "mla_schedule": "flashgen.runtime.ops.mla_decode.schedule",
+    "reload": "flashgen.runtime.select.sources",
     "unpack_bits": "flashgen.runtime.ops.attention.block_map",
     "variant": "flashgen.runtime.select.variant",
 }

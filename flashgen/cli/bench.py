@@ -117,14 +117,14 @@ def _picture(suite: Bench, results: dict[str, Any], path: Path) -> list[str]:
 
 def _overhead(device: Any, out: Path, given_commit: str | None) -> Output:
     from flashgen.runtime.measure.bench import document, write_results
-    from flashgen.runtime.ops.attention.overhead import measure_overhead
+    from flashgen.runtime.measure.overhead import measure_overhead
 
     found = measure_overhead()
     results = document(device.facts(), given_commit, overhead=found)
     path = write_results(results, out, "overhead")
-    more = {name: found[name] - found["empty_op_us"] for name in ("attention_us", "attention_out_us")}
+    empty = found["empty_op_us"]
     return Output(results, [
-        f"{results['gpu']}, host time per warm call: attention {found['attention_us']:.2f} us, with out= "
-        f"{found['attention_out_us']:.2f} us, an empty torch op {found['empty_op_us']:.2f} us",
-        f"beyond the empty op: {more['attention_us']:.2f} us, with out= {more['attention_out_us']:.2f} us",
+        f"{results['gpu']}, host time per warm call, and beyond an empty torch op ({empty:.2f} us):",
+        *(f"  {name.removesuffix('_us'):<18} {us:6.2f} us  {us - empty:6.2f} us" for name, us in found.items()
+          if name != "empty_op_us"),
         f"wrote {path}"])

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops.arguments import flag, require_tensors
-from flashgen.runtime.ops.mla_decode.call import MlaSchedule, mla_decode, mla_schedule
+from flashgen.runtime.ops.mla_decode.call import mla_decode
+from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule, mla_schedule
 
 
 class MetadataError(UnsupportedError, AssertionError):

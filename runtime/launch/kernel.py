@@ -4,13 +4,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
 from flashgen.codegen.plan import Plan, params_layout
 from flashgen.codegen.program import Number, Step
-from flashgen.errors import EnvironmentError_
+from flashgen.errors import EnvironmentError_, PlanError
 from flashgen.log import logger
 from flashgen.runtime.launch.driver import api, check, device_facts, during_capture
 from flashgen.runtime.launch.tensor_map import MAP_ALIGN, MAP_BYTES, encode, map_shapes
@@ -48,15 +48,20 @@ class Kernel:
         """Of its device: what a persistent grid is sized for."""
         return device_facts(self.device_index).num_sms
 
-    def launcher(self, step: Step) -> Launcher:
-        return Launcher(self, step)
+    def launcher(self, step: Step, order: Sequence[str]) -> Launcher:
+        return Launcher(self, step, order)
 
 
-def picker(positions: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that picks the items at these positions of a sequence, in C where it can."""
+def _picker(plan: Plan, names: Sequence[str], order: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
+    """A function that picks the named addresses out of ordered ones, in C where it can. A later one of two equal names
+    counts. PlanError for a name that is not among them."""
+    places = {name: place for place, name in enumerate(order)}
+    if unknown := [name for name in names if name not in places]:
+        raise PlanError(f"no call gives it the pointer {unknown[0]}", where=plan.kernel_name, allowed=", ".join(order))
+    positions = [places[name] for name in names]
     if len(positions) > 1:
         return itemgetter(*positions)
-    return lambda items: tuple(items[i] for i in positions)
+    return lambda addresses: tuple(addresses[place] for place in positions)
 
 
 def pack_params(plan: Plan, values: Mapping[str, Number]) -> bytes:
@@ -93,7 +98,8 @@ def _attributes(plan: Plan, step: Step) -> list[Any]:
 class Launcher:
     """One kernel with all arguments but its pointers fixed. Not for two threads at once: they would share the bytes."""
 
-    def __init__(self, kernel: Kernel, step: Step) -> None:
+    def __init__(self, kernel: Kernel, step: Step, order: Sequence[str]) -> None:
+        """`order`: the pointers that calls give addresses for; the plan's are among them."""
         plan, config = kernel.plan, api().CUlaunchConfig()
         packed, pointers, offsets = pack_params(plan, step.values), plan.pointers, params_layout(plan.params)[1]
         self._memory = ctypes.create_string_buffer(len(packed) + MAP_ALIGN)
@@ -113,16 +119,17 @@ class Launcher:
         self._launch, self._success = api().cuLaunchKernelEx, api().CUresult.CUDA_SUCCESS
         self._stream_type, self._stream = api().CUstream, -1
         self._shapes = [(shape, self._params + offsets[shape.name]) for shape in map_shapes(plan, step.values)]
-        self._mapped = picker([pointers.index(shape.tensor) for shape, _ in self._shapes])
+        self._pick = _picker(plan, pointers, order)
+        self._pick_mapped = _picker(plan, [shape.tensor for shape, _ in self._shapes], order)
         self._replace = api().cuTensorMapReplaceAddress
         self._maps: list[Any] = []             # encoded at the first launch, which brings the addresses
         self._addresses: tuple[int, ...] = ()  # that they hold
 
-    def __call__(self, stream: int, *pointers: int) -> None:
-        """Launch on `stream` (a CUstream as an int). `pointers` in the plan's order. DriverError if it is refused."""
-        self._pack_pointers(*pointers)
-        if self._shapes and (addresses := self._mapped(pointers)) != self._addresses:
-            self._map(addresses)
+    def __call__(self, stream: int, addresses: list[int]) -> None:
+        """Launch on `stream` (a CUstream as an int). DriverError if it is refused."""
+        self._pack_pointers(*self._pick(addresses))
+        if self._shapes and (mapped := self._pick_mapped(addresses)) != self._addresses:
+            self._map(mapped)
         if stream != self._stream:
             self._config.hStream, self._stream = self._stream_type(stream), stream
         (status,) = self._launch(self._config, self._function, self._arguments_address, 0)

@@ -1,31 +1,35 @@
-"""The operations: one row each, and the lookup from a spec. An operation is imported when it is asked for."""
+"""The operations of flashgen, a row each, and the look-up from a spec. Their work is imported when asked for."""
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from flashgen.codegen.families import registry as families
 from flashgen.errors import UnsupportedError
+from flashgen.runtime.ops.attention.signature import ATTENTION
+from flashgen.runtime.ops.mla_decode.signature import MLA_DECODE, MLA_SCHEDULE
+from flashgen.runtime.ops.signature import Signature
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
     from flashgen.runtime.measure.suite import Bench
-from flashgen.runtime.ops.op import Op
+    from flashgen.runtime.ops.op import Op
 
-# What a pass answers: the folder.
-OPS = {"attention": "attention", "mla_decode": "mla_decode", "mla_schedule": "mla_decode"}
+SIGNATURES: tuple[Signature, ...] = (ATTENTION, MLA_DECODE, MLA_SCHEDULE)
+OPS = {signature.name: signature.home.split(".")[-2] for signature in SIGNATURES}  # what a pass answers: the folder
 
 
 def op_of(spec: Spec) -> Op:
-    return cast("Op", import_module(f"{__package__}.{_name_of(spec)}.op"))
+    return cast("Op", import_module(f"{__package__}.{_folder_of(spec)}.op"))
 
 
 def bench_of(spec: Spec) -> Bench:
-    return cast("Bench", import_module(f"{__package__}.{_name_of(spec)}.bench").BENCH)
+    return cast("Bench", import_module(f"{__package__}.{_folder_of(spec)}.bench").BENCH)
 
 
-def _name_of(spec: Spec) -> str:
-    op = families.op_of(spec)
+def _folder_of(spec: Spec) -> str:
+    from flashgen.codegen.families.registry import op_of
+
+    op = op_of(spec)
     if op not in OPS:
         raise UnsupportedError(f"no operation for family {spec.family}, pass {spec.pass_}", where=spec.variant,
                                allowed=", ".join(OPS))

@@ -22,15 +22,13 @@ from flashgen.codegen.families.registry import FAMILIES, fastest_first
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
-from flashgen.codegen.spec.expressions import SINK
-from flashgen.codegen.spec.rule import changed
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import BundleError, UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.launch.driver import device_facts
 from flashgen.runtime.launch.kernel import Kernel
 from flashgen.runtime.select.bundle import Bundle
-from flashgen.runtime.select.handles import Form, forget_paths, form, opened, title
+from flashgen.runtime.select.handles import Form, title
 from flashgen.runtime.select.selector import Selector, Wanted, selector, serving
 from flashgen.runtime.select.variant import Variant
 
@@ -87,6 +85,8 @@ class Registry:
     def reload(self) -> None:
         """Forget all that was read from spec files, and the kernels that came of it."""
         with self._lock:
+            from flashgen.runtime.select.handles import forget_paths
+
             for memo in (self._opened, self._params, self._forms, self._kernels):
                 memo.clear()
             forget_paths()
@@ -96,6 +96,8 @@ class Registry:
     def _open(self, handle: str) -> Variant | tuple[Spec, ...]:
         found = self._opened.get(handle)
         if found is None:
+            from flashgen.runtime.select.handles import opened
+
             found = self._opened[handle] = opened(handle)
         return found
 
@@ -103,8 +105,10 @@ class Registry:
         """What variants of a handle read of each call, sorted by name, the sink last."""
         found = self._params.get(handle)
         if found is None:
+            from flashgen.codegen.spec.expressions import SINK
+
             spec = self._open(handle)
-            known = spec.params if isinstance(spec, Variant) else [p for one in spec for p in one.expressions.params]
+            known = [p for one in spec for p in one.expressions.params] if isinstance(spec, tuple) else spec.params
             by_name = {param.name: param for param in known if param != SINK}
             found = self._params[handle] = (*(by_name[name] for name in sorted(by_name)),
                                             *((SINK,) if SINK in known else ()))
@@ -114,8 +118,10 @@ class Registry:
         """What sorts the values of a call's parameters."""
         found = self._forms.get(handle)
         if found is None:
+            from flashgen.runtime.select.handles import form
+
             spec = self._open(handle)
-            declared = spec.fields["params"] if isinstance(spec, Variant) else [p for one in spec for p in one.params]
+            declared = [p for one in spec for p in one.params] if isinstance(spec, tuple) else spec.fields["params"]
             found = self._forms[handle] = form(handle, self.params(handle), [param.name for param in declared])
         return found
 
@@ -158,8 +164,12 @@ class Registry:
 
     def _has_twins(self, handle: str) -> bool:
         """Whether variants of a handle may differ in `split` and `pack_gqa`: those with expressions cannot."""
-        spec = self._open(handle) if handle else ()
-        return not isinstance(spec, Variant) and not (spec and all(map(changed, spec)))
+        if not handle:
+            return True
+        from flashgen.codegen.spec.rule import changed
+
+        spec = self._open(handle)
+        return isinstance(spec, tuple) and not (spec and all(map(changed, spec)))
 
     @staticmethod
     def _archs(device_index: int) -> list[str]:
@@ -346,19 +356,3 @@ def default_cache():  # type: ignore[no-untyped-def]  # -> Cache, whose import o
     from flashgen.runtime.compile.cache import Cache
 
     return Cache()
-
-
-def load_bundle(directory: str | Path) -> Bundle:
-    """Serve the precompiled kernels of `directory` (written by `flashgen bundle`) from now on, without a compiler.
-
-    Raises BundleError if its manifest is damaged or of an incompatible flashgen.
-    """
-    return registry.load_bundle(directory)
-
-
-def reload() -> None:
-    """Read spec files anew: what changed in them counts from the next call on, also in compiled graphs.
-
-    Each file is otherwise read once per process, and each relative path is looked up once per working directory.
-    """
-    registry.reload()

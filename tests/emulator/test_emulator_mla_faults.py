@@ -63,7 +63,7 @@ def mutant(name: str) -> Mutant:
 
 def report_with(name: str, fault: Site | str | None, most: int | None = None) -> str:
     """How the emulator or the reference objects to the kernel with this fault, "" if neither does in `most` runs."""
-    kernel, true_kernel = mutant(name), mla._kernel
+    kernel, true_kernel = mutant(name), mla.kernel_for
     kernel.alive = 0 if fault is None else kernel.numbers[fault]
 
     def kernel_for(wanted: Any, device: Any) -> Any:
@@ -72,7 +72,7 @@ def report_with(name: str, fault: Site | str | None, most: int | None = None) ->
     spec = MUTATED[name]
     changes = {"page_size": {64: 64, 1: 16, None: None}[spec.page_size], "head_dim_qk": spec.head_dim_qk,
                "dtype": spec.dtype, "causal": True, "sink": True}
-    with mock.patch.object(mla, "_kernel", kernel_for):
+    with mock.patch.object(mla, "kernel_for", kernel_for):
         for problem, sms, schedule, special in RUNS[:most]:
             inputs = replace(problem, **changes).make_inputs()
             if special is not None:

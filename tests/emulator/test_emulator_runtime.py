@@ -75,14 +75,16 @@ def test_a_schedule_replays() -> None:
 
 def test_flashgen_device_brings_tensors_here_and_back() -> None:
     """What FLASHGEN_DEVICE=cpu does with CUDA tensors, tried with tensors that are here already."""
-    from flashgen.runtime.ops.attention import call as ops
+    from flashgen.runtime.ops.attention.call import OPERATION
+    from flashgen.runtime.ops.front import on_cpu
 
     q, k, v = (torch.randn(1, 40, 2, 64, dtype=torch.float16) for _ in range(3))
     out, given = flashgen.attention(q, k, v), torch.empty(1, 40, 2, 64, dtype=torch.float16)
-    result = ops._on_cpu(q, k, v, out=given, return_lse=False)
-    assert result.data_ptr() == given.data_ptr() and torch.equal(given, out)
-    again, lse = ops._on_cpu(q, k, v, out=None, return_lse=True)
-    assert torch.equal(again, out) and lse.shape == (1, 2, 40)
+    call = (q, k, v, None, None), (0, -1, -1, None, "", (), ()), ()
+    result, none = on_cpu(OPERATION, *call, given, False)
+    assert result.data_ptr() == given.data_ptr() and torch.equal(given, out) and none is None
+    again, lse = on_cpu(OPERATION, *call, None, True)
+    assert torch.equal(again, out) and lse is not None and lse.shape == (1, 2, 40)
 
 
 # ---- reports

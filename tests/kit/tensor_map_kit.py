@@ -181,5 +181,5 @@ def watched_kernel(plan: Plan, watched: WatchedDriver) -> Any:
     """What a Launcher and a BoundProgram need of a Kernel."""
     watched.params_bytes = plan.params_bytes()
     made = SimpleNamespace(plan=plan, function=driver.CUfunction(1))
-    made.launcher = lambda step: kernel.Launcher(made, step)
+    made.launcher = lambda step, order: kernel.Launcher(made, step, order)
     return made

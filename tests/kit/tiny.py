@@ -1,11 +1,17 @@
 """A Plan and a Source small enough to write by hand: one kernel that adds, for tests of the build side."""
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 from flashgen.codegen.plan import Launch, Param, Plan, Role
 from flashgen.codegen.source import Source
+from flashgen.runtime.compile.cubin import Cubin, Resources
 
+# The least that passes for a cubin: a header, and one section of 16 bytes.
+IMAGE = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 2, 190, 1, 0, 0, 64, 0, 64, 56, 0, 64, 1, 0)
+IMAGE += struct.pack("<IIQQQQIIQQ", 0, 1, 0, 0, 128, 16, 0, 0, 1, 0) + bytes(16)
+CUBIN = Cubin(IMAGE, ("-O3",), "13.0", "a log", Resources(40, 0, 0, 0, 16, 0, ("C7510",)))
 FIELDS: tuple[tuple[str, object], ...] = (
     ("name", "tiny"), ("family", "tiny"), ("pass", "fwd"), ("dtype", "bf16"), ("head_dim_qk", 64),
     ("head_dim_v", 64), ("causal", False), ("window", False), ("kv_layout", "dense"), ("page_size", None),

@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 from damage import damaged_bytes, damaged_json, signed_again
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny
+from tiny import CUBIN, IMAGE, tiny
 
 from flashgen.codegen.families.registry import op_of, program_of
 from flashgen.codegen.families.shared.launch import Sizes
@@ -28,7 +27,7 @@ from flashgen.errors import BundleError, PlanError
 from flashgen.files import BadFile
 from flashgen.runtime.compile import cache as cache_module
 from flashgen.runtime.compile.cache import Cache
-from flashgen.runtime.compile.cubin import Cubin, Resources, check_image
+from flashgen.runtime.compile.cubin import Cubin, check_image
 from flashgen.runtime.compile.entry import FILES, META, Entry, facts
 from flashgen.runtime.compile.nvrtc import compile_source
 from flashgen.runtime.select import lookup
@@ -37,9 +36,6 @@ from flashgen.runtime.select.lookup import Registry
 from flashgen.runtime.select.selector import Wanted, selector_of
 
 FUZZ = settings(deadline=None, max_examples=100, derandomize=True, database=None)
-IMAGE = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 2, 190, 1, 0, 0, 64, 0, 64, 56, 0, 64, 1, 0)
-IMAGE += struct.pack("<IIQQQQIIQQ", 0, 1, 0, 0, 128, 16, 0, 0, 1, 0) + bytes(16)  # one section of 16 bytes
-CUBIN = Cubin(IMAGE, ("-O3",), "13.0", "a log", Resources(40, 0, 0, 0, 16, 0, ("C7510",)))
 WANTED = [Wanted("bf16", 128, 128, True, False, "dense", True), Wanted("bf16", 64, 64, False, False, "varlen", True),
           Wanted("bf16", 576, 512, False, False, "paged", True, op="mla_decode", traits=(("page_size", 64),)),
           Wanted("bf16", 576, 512, False, False, "paged", True, op="mla_schedule", traits=(("page_size", 64),))]

@@ -19,8 +19,8 @@ import flashgen
 from flashgen.codegen.expr.tree import round_float
 from flashgen.codegen.families.shared.launch import LOG2_E
 from flashgen.errors import FlashgenError, SpecError, UnsupportedError
+from flashgen.runtime.ops import tensors
 from flashgen.runtime.ops.arguments import flag, number, whole
-from flashgen.runtime.ops.attention import checks
 from flashgen.runtime.ops.mla_decode.problem import MlaProblem
 from flashgen.runtime.ops.overlap import overlap, overlaps_itself
 
@@ -42,24 +42,24 @@ def refused(*arguments: Any, **keywords: Any) -> UnsupportedError:
 def test_the_range_of_scales_is_that_of_float32() -> None:
     """B115, B116: what a kernel gets of a scale is normal and finite at both ends, and not beyond them."""
     tiny = float(np.finfo(np.float32).tiny)
-    for scale in (checks.SCALE_MIN, checks.SCALE_MAX):
+    for scale in (tensors.SCALE_MIN, tensors.SCALE_MAX):
         for passed in (scale, scale * LOG2_E):
             assert tiny <= round_float(passed) < math.inf
-    assert round_float(math.nextafter(checks.SCALE_MIN, 0) * (1 - 2**-24)) < tiny
-    assert math.isinf(round_float(checks.SCALE_MAX * (1 + 2**-24) * LOG2_E))
+    assert round_float(math.nextafter(tensors.SCALE_MIN, 0) * (1 - 2**-24)) < tiny
+    assert math.isinf(round_float(tensors.SCALE_MAX * (1 + 2**-24) * LOG2_E))
 
 
 @pytest.mark.parametrize("spec", [None, "fa3_fwd", flashgen.variant("score * 1.0", name="same")], ids=str)
 def test_scales_at_the_edges(spec: Any) -> None:
     """B115: the least scale gives the mean of v; what float32 cannot hold is refused."""
     q, k, v = qkv(1, 5, 1, 64)
-    out = flashgen.attention(q, k, v, softmax_scale=checks.SCALE_MIN, spec=spec)
+    out = flashgen.attention(q, k, v, softmax_scale=tensors.SCALE_MIN, spec=spec)
     assert torch.allclose(out.float(), v.float().mean(1, keepdim=True).expand_as(v), atol=2**-8, rtol=2**-7)
     for scale in (1e-46, 1e-38, 2.4e38, 1e300, 10**400, -1.0, 0.0, -0.0, math.nan, math.inf):
         error = refused(q, k, v, softmax_scale=scale, spec=spec)
-        assert error.where == "softmax_scale" and error.allowed == checks.SCALE_ALLOWED
-    assert refused(q, k, v, softmax_scale=1e-46).nearest == repr(checks.SCALE_MIN)
-    assert refused(q, k, v, softmax_scale=1e300).nearest == repr(checks.SCALE_MAX)
+        assert error.where == "softmax_scale" and error.allowed == tensors.SCALE_ALLOWED
+    assert refused(q, k, v, softmax_scale=1e-46).nearest == repr(tensors.SCALE_MIN)
+    assert refused(q, k, v, softmax_scale=1e300).nearest == repr(tensors.SCALE_MAX)
 
 
 def test_scales_of_a_decode() -> None:
@@ -68,7 +68,7 @@ def test_scales_of_a_decode() -> None:
     for scale in (1e-46, 1e300):
         with pytest.raises(UnsupportedError) as caught:
             decode(x.with_(softmax_scale=scale))
-        assert caught.value.where == "softmax_scale" and caught.value.allowed == checks.SCALE_ALLOWED
+        assert caught.value.where == "softmax_scale" and caught.value.allowed == tensors.SCALE_ALLOWED
 
 
 # ---- numbers by value

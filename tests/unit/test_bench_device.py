@@ -14,10 +14,11 @@ import flashgen
 from flashgen.cli.bench import ALL_PEERS
 from flashgen.codegen.spec.spec import load_specs, spec_path
 from flashgen.errors import VerifyError
-from flashgen.runtime.measure import bench
+from flashgen.runtime.launch.tensor_map import fits_maps
+from flashgen.runtime.measure import bench, overhead
 from flashgen.runtime.measure import device as bench_device
 from flashgen.runtime.measure.bench import Refused
-from flashgen.runtime.ops.attention import overhead, timed
+from flashgen.runtime.ops.attention import timed
 from flashgen.runtime.ops.attention.bench import BENCH, load_grid
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.ops.attention.timed import draw
@@ -216,7 +217,9 @@ def test_a_small_run(cuda: str) -> None:
 @pytest.mark.gpu
 def test_overhead_is_near_that_of_an_empty_op(cuda: str) -> None:
     found = overhead.measure_overhead()
-    assert 0 < found["empty_op_us"] < found["attention_out_us"] < 100  # the target, 15 us beyond, is the bench's
+    assert 0 < found["empty_op_us"] < found["fa2_out_us"] < 100  # the target, 15 us beyond, is the bench's
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert {"fa3_us", "fa3_out_us", "flashmla_us", "flashmla_out_us", "flashmla_scheduled_us"} <= found.keys()
 
 
 def test_nothing_is_collected_during_a_capture() -> None:
@@ -232,3 +235,25 @@ def test_nothing_is_collected_during_a_capture() -> None:
     with bench_device.uncollected():
         assert told == ["gone"] and not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_overhead_has_calls_of_each_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which family serves them is seen by whether tensor maps can describe their tensors."""
+    from flashgen.runtime.ops.attention import overhead as attention
+    from flashgen.runtime.ops.mla_decode import overhead as mla_decode
+
+    asked: list[tuple[str, bool]] = []
+    monkeypatch.setattr(flashgen, "attention", lambda q, k, v, **more: asked.append(
+        ("attention", fits_maps(k.shape, k.stride(), 2))))
+    monkeypatch.setattr(flashgen, "mla_decode", lambda *x, **more: asked.append(("mla_decode", "schedule" in more)))
+    monkeypatch.setattr(flashgen, "mla_schedule", lambda *x: None)
+    for capability, names in (((9, 0), 7), ((8, 0), 2)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        cpu = torch.device("cpu")
+        calls = attention.overhead_calls(cpu) | mla_decode.overhead_calls(cpu)
+        assert len(calls) == names
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for name, call in {**attention.overhead_calls(cpu), **mla_decode.overhead_calls(cpu)}.items():
+        call()
+        assert asked[-1] == (("mla_decode", name == "flashmla_scheduled") if "mla" in name else
+                             ("attention", name.startswith("fa3")))

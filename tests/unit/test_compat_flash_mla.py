@@ -12,8 +12,8 @@ from mla_kit import mla_by_reference, truth_of
 from flashgen.compat import flash_mla
 from flashgen.compat.flash_mla import FlashMLASchedMeta, MetadataError, flash_mla_with_kvcache, get_mla_metadata
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.ops.mla_decode.call import MlaSchedule
 from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem
+from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule
 
 PROBLEM = MlaProblem((70, 0, 5, 1), 4, 2, 64, causal=True)
 

@@ -22,8 +22,9 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Step
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import torch_ops
-from flashgen.runtime.ops.mla_decode import call as mla
 from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem
+from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule
+from flashgen.runtime.ops.mla_decode.signature import MLA_DECODE
 from flashgen.runtime.select import lookup
 from flashgen.runtime.select.selector import Wanted
 from flashgen.runtime.verify.compare import check, named
@@ -84,7 +85,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
             choice = lookup.choose(wanted, ["sm_90a", "sm_90"]).spec
         return Kernel(lower(choice), made)
 
-    monkeypatch.setattr(mla.registry, "kernel", kernel)
+    monkeypatch.setattr(lookup.registry, "kernel", kernel)
     return made
 
 
@@ -307,13 +308,13 @@ def test_ops_are_what_tracing_expects(more: dict[str, Any], stage: Stage) -> Non
                     strict=True):
         assert torch.equal(a, b)
     options = (inputs.page_table, inputs.sink, None, True, 0.1, True, "")
-    torch.library.opcheck(torch_ops.DECODE.lse, (inputs.q, inputs.kv_cache, inputs.seqlens_kv, *options))
-    torch.library.opcheck(torch_ops.SCHEDULE, (inputs.seqlens_kv, 4, 2))
+    torch.library.opcheck(torch_ops.OPS["mla_decode"].lse, (inputs.q, inputs.kv_cache, inputs.seqlens_kv, *options))
+    torch.library.opcheck(torch_ops.OPS["mla_schedule"].plain, (inputs.seqlens_kv, 4, 2))
 
 
 def test_a_schedule_pickles(stage: Stage) -> None:
     schedule = flashgen.mla_schedule(PROBLEM.make_inputs().seqlens_kv, 4, 2)
-    assert pickle.loads(pickle.dumps(schedule)).seqlen_q == 2 and flashgen.MlaSchedule is mla.MlaSchedule
+    assert pickle.loads(pickle.dumps(schedule)).seqlen_q == 2 and flashgen.MlaSchedule is MlaSchedule
 
 
 def test_every_pointer_is_a_tensor_of_the_call_or_a_buffer() -> None:
@@ -321,6 +322,7 @@ def test_every_pointer_is_a_tensor_of_the_call_or_a_buffer() -> None:
     for variant, spec in SPECS.items():
         if spec.pass_ == "decode":
             program = program_of(lower(spec), sizes, 4, lower(SPECS["mla_h100_schedule"]))
-            assert {*lower(spec).pointers} <= {*mla.TENSORS, *(buffer.name for buffer in program.buffers)}, variant
+            names = {*MLA_DECODE.pointers, "out", "lse", *(buffer.name for buffer in program.buffers)}
+            assert {*lower(spec).pointers} <= names, variant
             assert [step.kernel for step in program.steps] == ["schedule", "decode"]
             assert [step.kernel for step in program.given({"schedule"}).steps] == ["decode"]

@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import CUBIN
 
 import flashgen
+from flashgen.codegen.render import plan_and_source
+from flashgen.codegen.spec.spec import load_specs, spec_path
 from flashgen.runtime import doctor
+from flashgen.runtime.compile.entry import Entry
+from flashgen.runtime.select.bundle import write_bundle
 
 ROOT = str(Path(flashgen.__file__).parent.parent)
 HEAVY = {"torch", "numpy", "matplotlib", "rich", "hypothesis", "elftools"}
@@ -103,3 +108,57 @@ def test_doctor_asks_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     details = {finding.name: finding.detail for finding in report.findings}
     assert [details[name] for name in doctor.ASKING] == [f"the answer to {name}" for name in doctor.ASKING]
     assert told == list(enumerate(doctor.PROBES))
+
+
+# ---- calls that a bundle serves
+
+SERVED = {"fa2_fwd": "fa2_fwd_bf16_d64_window", "fa3_fwd": "fa3_fwd_bf16_d128_split_packed",
+          "mla_h100": "mla_h100_bf16_d576v512_paged64", "mla_h100 ": "mla_h100_schedule"}
+# Up to the launch, which needs a device: tensors are on the CPU, and the kernels are taken for one of an H100.
+CALLS = """if True:
+    import sys
+    for name in ("pydantic", "jinja2", "yaml", "flashgen.codegen.spec", "flashgen.codegen.render"):
+        sys.modules[name] = None
+    import torch
+    from types import SimpleNamespace
+    import flashgen
+    from flashgen.runtime.ops import front
+    from flashgen.runtime.ops.attention import call as attention
+    from flashgen.runtime.ops.mla_decode import call as decode, schedule
+    from flashgen.runtime.select import lookup
+
+    def kernel_for(wanted, device, sizes=None):
+        return lookup.registry.kernel(wanted if sizes is None else lookup.registry.for_sizes(wanted, 0, sizes), 0)
+
+    def bind(program, kernels, names, device):
+        print(*(kernels[step.kernel].plan.variant for step in program.steps))
+        return lambda tensors: None
+
+    lookup.device_facts = lambda index: SimpleNamespace(cc=90, num_sms=132)
+    lookup.Kernel = lambda plan, image, index: SimpleNamespace(plan=plan, num_sms=132)
+    attention.kernel_for = decode.kernel_for = schedule.kernel_for = kernel_for
+    front.bind = bind
+    flashgen.load_bundle(sys.argv[1])
+    q, k = torch.zeros(1, 1, 8, 128).bfloat16(), torch.zeros(1, 8192, 1, 128).bfloat16()
+    flashgen.attention(q, k, k)
+    x = torch.zeros(1, 9, 8, 64).bfloat16()
+    flashgen.attention(x, x, x, window=(0, 0), return_lse=True)
+    q, cache = torch.zeros(1, 1, 8, 576).bfloat16(), torch.zeros(4, 64, 576).bfloat16()
+    lengths, table = torch.tensor([9], dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+    kept = flashgen.mla_schedule(lengths, 8)
+    for schedule in (None, kept):
+        flashgen.mla_decode(q, cache, lengths, page_table=table, schedule=schedule)
+"""
+
+
+def test_a_bundle_serves_without_specs_and_what_reads_them(tmp_path: Path) -> None:
+    specs = [next(spec for spec in load_specs(spec_path(name.strip())).specs
+                  if spec.variant == variant and spec.arch.startswith("sm_90")) for name, variant in SERVED.items()]
+    write_bundle([Entry(f"{i:064x}", CUBIN, plan_and_source(spec)[0], "// text", None, False)
+                  for i, spec in enumerate(specs)], tmp_path / "b")
+    done = subprocess.run([sys.executable, "-c", CALLS, str(tmp_path / "b")], capture_output=True, text=True, cwd=ROOT,
+                          timeout=300)
+    assert not done.returncode, done.stderr
+    assert done.stdout.splitlines() == [
+        SERVED["fa3_fwd"], SERVED["fa2_fwd"], "mla_h100_schedule", f"mla_h100_schedule {SERVED['mla_h100']}",
+        SERVED["mla_h100"]]

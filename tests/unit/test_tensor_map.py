@@ -88,12 +88,12 @@ def test_a_launcher_keeps_its_maps_up_to_date(watched: WatchedDriver) -> None:
     plan = fa3_like()
     q, k = bits(2, 50, 6, 64), bits(2, 70, 2, 64)
     step = step_of(plan, q, k, k, q, 2)
-    launcher, offsets = Launcher(watched_kernel(plan, watched), step), params_layout(plan.params)[1]
+    launcher, offsets = Launcher(watched_kernel(plan, watched), step, plan.pointers), params_layout(plan.params)[1]
     pointers = [4096, 8192, 12288, 16384, 20480, 0]
     for moved in (None, None, 1, 2, 3):
         if moved is not None:
             pointers[moved] += 1 << 20
-        launcher(0, *pointers)
+        launcher(0, pointers)
         block = watched.launches[-1]
         maps = [struct.unpack_from("<16Q", block, offsets[f"{t}_map"]) for t in "qkv"]
         assert [row[0] for row in maps] == pointers[:3] and all(row[1:] == tuple(range(16, 136, 8)) for row in maps)
@@ -115,15 +115,15 @@ def test_a_refused_address_is_tried_again(watched: WatchedDriver, monkeypatch: p
     from flashgen.errors import DriverError
 
     plan, q = fa3_like(), bits(2, 50, 2, 64)
-    launcher = Launcher(watched_kernel(plan, watched), step_of(plan, q, q, q, q, 2))
-    launcher(0, 4096, 8192, 12288, 16384, 20480, 0)
+    launcher = Launcher(watched_kernel(plan, watched), step_of(plan, q, q, q, q, 2), plan.pointers)
+    launcher(0, [4096, 8192, 12288, 16384, 20480, 0])
     good = launcher._replace
     monkeypatch.setattr(watched, "cuGetErrorString", lambda status: (0, b"no"), raising=False)
     monkeypatch.setattr(launcher, "_replace", lambda *_: (watched.CUresult.CUDA_ERROR_INVALID_VALUE,))
     with pytest.raises(DriverError, match=r"tensor map k_map of fa3_like\.sm_90a"):
-        launcher(0, 4096, 8208, 12288, 16384, 20480, 0)
+        launcher(0, [4096, 8208, 12288, 16384, 20480, 0])
     monkeypatch.setattr(launcher, "_replace", good)
-    launcher(0, 4096, 8208, 12288, 16384, 20480, 0)
+    launcher(0, [4096, 8208, 12288, 16384, 20480, 0])
     assert struct.unpack_from("<Q", watched.launches[-1], 128) == (8208,)
 
 
@@ -133,7 +133,7 @@ def test_blocks_that_wait_for_each_other_are_launched_together(watched: WatchedD
         k = bits(1, keys, 5, 64)
         step = step_of(plan, q, k, k, q, 1, num_sms=64)
         assert step.cooperative is cooperative
-        config = Launcher(watched_kernel(plan, watched), step)._config
+        config = Launcher(watched_kernel(plan, watched), step, plan.pointers)._config
         assert [(a.id.name, a.value.cooperative) for a in config.attrs] == [
             ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", 1)] * cooperative and config.numAttrs == cooperative
 
@@ -142,8 +142,8 @@ def test_a_plan_without_maps_is_packed_as_before(watched: WatchedDriver) -> None
     from tiny import tiny_plan
 
     plan = tiny_plan()
-    launcher = Launcher(watched_kernel(plan, watched), Step("fwd", 1, 32, {"n": 5}))
-    launcher(0, 4096, 8192)
+    launcher = Launcher(watched_kernel(plan, watched), Step("fwd", 1, 32, {"n": 5}), plan.pointers)
+    launcher(0, [4096, 8192])
     assert watched.launches == [struct.pack("<QQi4x", 4096, 8192, 5)] and not watched.encoded
 
 

@@ -14,8 +14,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flashgen
 from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.ops import torch_ops
-from flashgen.runtime.ops.mla_decode import call as mla
+from flashgen.runtime.ops import front, torch_ops
+from flashgen.runtime.ops.mla_decode.call import OPERATION
+from flashgen.runtime.ops.signature import Signature
 from flashgen.runtime.select.lookup import registry
 
 Q = torch.randn(1, 20, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -87,15 +88,19 @@ def test_constants_stay_constants() -> None:
     torch.compile(lambda q: flashgen.attention(q, q, q, softmax_scale=0.3, spec=scaled, params={"c": 2.0}),
                   backend=counter, fullgraph=True)(Q)
     targets = [node.target for node in counter.graphs[0].graph.nodes]
-    assert torch_ops.ATTENTION.plain in targets and torch_ops.ATTENTION_DYNAMIC.plain not in targets
+    assert torch_ops.OPS["attention"].plain in targets and torch_ops.DYNAMIC["attention"].plain not in targets
 
 
 def test_mla_serves_all_scales_by_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """The op's kernel is played by the reference: that of Hopper takes minutes here."""
-    def run(q, kv, seqlens, page_table, sink, rows, causal, scale, counts_sink, spec, out, want_lse):  # type: ignore
+    def run(signature: Signature, x: tuple[Any, ...], *_: object) -> tuple[Tensor, Tensor]:
+        (q, kv, seqlens, *_), (causal, scale, *_), _ = signature.split(x)
+        scale = scale.item() if isinstance(scale, Tensor) else scale
         return mla_by_reference(q, kv, seqlens, causal=causal, softmax_scale=scale, return_lse=True)
 
-    monkeypatch.setattr(mla, "_run", run)
+    monkeypatch.setattr(front, "run_op", run)
+    monkeypatch.setattr(OPERATION, "read_key", lambda *_: ([], ()))  # eager calls pass by the dispatcher as well
+    monkeypatch.setattr(OPERATION, "all_plain", lambda tensors: False)
     cache, lengths = torch.randn(1, 9, 576).bfloat16(), torch.tensor([9], dtype=torch.int32)
     q = torch.randn(1, 1, 2, 576).bfloat16()
     scales = [(q, scale) for scale in (0.25, 0.5, 0.75, 1.25)]
@@ -117,12 +122,12 @@ def test_numbers_are_checked_when_they_are_known() -> None:
 def test_opcheck() -> None:
     text = registry.form(sloped.handle).text
     rest = (Q, Q, None, None, 0, 3, -1)
-    torch.library.opcheck(torch_ops.ATTENTION.lse, (Q, *rest, 0.3, ""))
-    torch.library.opcheck(torch_ops.ATTENTION.out, (Q, *rest, 0.3, ""), {"out": torch.zeros_like(Q)})
+    torch.library.opcheck(torch_ops.OPS["attention"].lse, (Q, *rest, 0.3, ""))
+    torch.library.opcheck(torch_ops.OPS["attention"].out, (Q, *rest, 0.3, ""), {"out": torch.zeros_like(Q)})
     values = ([], [2.0], [torch.ones(2)])
-    torch.library.opcheck(torch_ops.ATTENTION.plain, (Q, Q, Q, None, None, 0, -1, -1, 0.3, text, *values))
+    torch.library.opcheck(torch_ops.OPS["attention"].plain, (Q, Q, Q, None, None, 0, -1, -1, 0.3, text, *values))
     numbers = torch_ops.as_numbers(0.3, 2.0)
-    torch.library.opcheck(torch_ops.ATTENTION_DYNAMIC.plain,
+    torch.library.opcheck(torch_ops.DYNAMIC["attention"].plain,
                           (Q, Q, Q, None, None, 0, -1, -1, numbers, text, [], [], [torch.ones(2)]))
 
 

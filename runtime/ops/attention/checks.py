@@ -1,30 +1,20 @@
 """What a call's tensors and options must be, whatever kernel serves it."""
 from __future__ import annotations
 
-import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.expr.tree import FLOAT_MAX, FLOAT_NORMAL
-from flashgen.codegen.families.shared.launch import LOG2_E
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.ops.arguments import RAW_ERRORS, check_tensor, flag, number, require_tensors, whole
-from flashgen.runtime.ops.overlap import extent, overlap, overlaps_itself
+from flashgen.runtime.ops.arguments import RAW_ERRORS, require_tensors, whole
+from flashgen.runtime.ops.tensors import MAX_LENGTH, check_device, check_dtype
 
-ALIGNMENT_BYTES = 16  # one cp.async
 MAX_HEAD_DIM = 256
-MAX_LENGTH = 2**30    # sums of two positions and a window stay within 32 bits
 MAX_SCHEMA_INT = 2**63 - 1
 CAUSAL_CODES = {False: 0, True: 1, "top_left": 2}
 WINDOW_ALLOWED = "(left, right), counts of keys from 0, or -1 for an unbounded side"
-# The scale, and what kernels take of it, scale * log2(e), are normal float32: those below are 0 where a GPU flushes.
-SCALE_MIN, SCALE_MAX = FLOAT_NORMAL, FLOAT_MAX / LOG2_E
-SCALE_ALLOWED = f"a number, finite, above 0 and normal in float32: {SCALE_MIN!r} to {SCALE_MAX!r}"
-DTYPE_NAMES = {getattr(torch, d.torch_name): d.name for d in DTYPES.values()}
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
@@ -37,12 +27,6 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_
                                allowed="inputs without requires_grad", next="call it under torch.no_grad()")
     if not (q.is_cuda or q.is_cpu):
         check_device("q", q)
-
-
-def check_device(name: str, t: Tensor) -> None:
-    if not (t.is_cuda or t.is_cpu):
-        raise UnsupportedError(f"{name} is on {t.device}", where=name,
-                               allowed="tensors on a CUDA device, or on the CPU, where kernels run emulated")
 
 
 def causal_code(causal: Any) -> int:
@@ -62,40 +46,6 @@ def side(value: object) -> int:
     if type(value) is int and is_dynamo_compiling():
         return value
     return whole("window", value, -1, MAX_SCHEMA_INT, WINDOW_ALLOWED, least=True)
-
-
-def scale_number(value: object) -> float:
-    found = number("softmax_scale", value, SCALE_ALLOWED)
-    try:
-        return cast(float, found) if type(found) is torch.SymFloat else float(found)
-    except OverflowError:  # a whole number past the largest double
-        return math.inf if found > 0 else -math.inf
-
-
-def read_options(left: Any, right: Any, scale: Any, want_lse: Any) -> tuple[int, int, float, bool]:
-    """The four as int, int, float and bool; UnsupportedError for what they are not."""
-    return side(left), side(right), scale_number(scale), flag("return_lse", want_lse)
-
-
-def default_scale(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_kv: Tensor | None,
-                  softmax_scale: Any) -> Any:
-    """The scale of a call whose first look at the arguments failed; UnsupportedError for the one that is wrong."""
-    check_qkv(q, k, v, cu_q, cu_kv)
-    check_call(q, k, v, cu_q, cu_kv)
-    return (q.shape[-1] or 1) ** -0.5 if softmax_scale is None else softmax_scale
-
-
-def strides(t: Tensor) -> list[int]:
-    """Element strides of all but the last dimension; a dimension of size 1 has none that means anything."""
-    return [stride if size != 1 else 0 for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
-
-
-def is_aligned(t: Tensor) -> bool:
-    """Whether 16-byte copies can read every row of it."""
-    if t.shape[-1] != 1 and t.stride(-1) != 1:
-        return False
-    step = ALIGNMENT_BYTES // t.element_size()
-    return t.numel() == 0 or (t.data_ptr() % ALIGNMENT_BYTES == 0 and all(s % step == 0 for s in strides(t)))
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_kv: Tensor | None) -> None:
@@ -138,6 +88,12 @@ def check_prefix_sums(cu_q: Tensor, cu_kv: Tensor, total_q: int, total_kv: int) 
                                    where=name, allowed=f"sums of lengths: 0 first, never falling, at most {total}")
 
 
+def check_window(left: int, right: int) -> None:
+    """UnsupportedError for a side below -1."""
+    if left < -1 or right < -1:
+        raise UnsupportedError(f"window=({left}, {right})", where="window", allowed=WINDOW_ALLOWED)
+
+
 def check_head_dims(head_dim_qk: int, head_dim_v: int) -> None:
     """UnsupportedError unless both are multiples of 8 up to MAX_HEAD_DIM: what 16-byte copies and the tiles cover."""
     dims = (head_dim_qk, head_dim_v)
@@ -146,54 +102,3 @@ def check_head_dims(head_dim_qk: int, head_dim_v: int) -> None:
         raise UnsupportedError(f"head dims (head_dim_qk, head_dim_v) = {dims}",
                                allowed=f"multiples of 8 from 8 to {MAX_HEAD_DIM}",
                                nearest=f"{nearest}: pad q, k and v with zero columns and give softmax_scale")
-
-
-def check_dtype(name: str, t: Tensor, q: Tensor) -> None:
-    """UnsupportedError unless kernels take the dtype of `t`, and it is that of q."""
-    if t.dtype in DTYPE_NAMES and t.dtype == q.dtype:
-        return
-    beside = "" if t.dtype == q.dtype else f", q has {q.dtype}"
-    raise UnsupportedError(f"{name} has dtype {t.dtype}{beside}", where=name,
-                           allowed="one dtype for all: " + ", ".join(map(str, DTYPE_NAMES)))
-
-
-def check_options(left: int, right: int, scale: float) -> None:
-    """UnsupportedError for a window with a side below -1, and for a scale that float32 cannot hold."""
-    if left < -1 or right < -1:
-        raise UnsupportedError(f"window=({left}, {right})", where="window", allowed=WINDOW_ALLOWED)
-    if not SCALE_MIN <= scale <= SCALE_MAX:
-        raise UnsupportedError(f"softmax_scale={scale}", where="softmax_scale", allowed=SCALE_ALLOWED,
-                               nearest="negate q for a negative scale" if scale < 0 else
-                               "" if math.isnan(scale) else repr(min(max(scale, SCALE_MIN), SCALE_MAX)))
-
-
-def check_out(out: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
-    check_tensor("out", out, "a tensor, or None")
-    if tuple(out.shape) != shape or out.dtype != q.dtype or out.device != q.device:
-        raise UnsupportedError(f"out is {out.dtype} {tuple(out.shape)} on {out.device}", where="out",
-                               allowed=f"{q.dtype} {shape} on {q.device}")
-    if not is_aligned(out):
-        raise UnsupportedError(f"out has strides {out.stride()} and starts at byte {out.data_ptr() % ALIGNMENT_BYTES} "
-                               f"of 16", where="out", allowed="contiguous last dimension, rows 16-byte aligned",
-                               next="leave out=None and copy the result")
-    if overlaps_itself(out.shape, out.stride()):
-        raise UnsupportedError(f"out {tuple(out.shape)} has strides {out.stride()}: its elements share memory",
-                               where="out", allowed="a place of its own for each element",
-                               next="leave out=None and copy the result")
-
-
-def extents(*tensors: Tensor) -> tuple[int, ...]:
-    """Bytes from the first element of each to the end of its last."""
-    return tuple(extent(t.shape, t.stride()) * t.element_size() for t in tensors)
-
-
-def check_shared(out: Tensor, **inputs: Tensor) -> None:
-    """UnsupportedError where `out` shares an element with an input, which blocks still read while others write.
-
-    Callers compare extents first: this is for the rare call whose ranges of addresses meet.
-    """
-    for name, t in inputs.items():
-        distance = (out.data_ptr() - t.data_ptr()) // t.element_size()
-        if overlap(t.shape, t.stride(), out.shape, out.stride(), distance):
-            raise UnsupportedError(f"out shares memory with {name}", where="out",
-                                   allowed="memory that no input lies in", next="leave out=None and copy the result")

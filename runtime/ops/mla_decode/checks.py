@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from flashgen.errors import UnsupportedError
+from flashgen.runtime.ops import tensors
 from flashgen.runtime.ops.arguments import check_tensor, number, require_tensors
-from flashgen.runtime.ops.attention import checks
 
 if TYPE_CHECKING:
-    from flashgen.runtime.ops.mla_decode.call import MlaSchedule
+    from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule
 
 MAX_SEQLEN_Q, MAX_HEADS = 8, 128
-HEAD_DIMS_QK, HEAD_DIM_V = (512, 576), 512
+HEAD_DIMS_QK = (512, 576)
 
 
 def raise_first(problems: Iterator[UnsupportedError]) -> None:
@@ -40,14 +40,7 @@ def check_call(q: Tensor, kv: Tensor, sink: Tensor | None) -> None:
         raise UnsupportedError("a gradient is asked for, and a decode has none", where="q, kv_cache, sink",
                                allowed="inputs without requires_grad", next="call it under torch.no_grad()")
     if not (q.is_cuda or q.is_cpu):
-        checks.check_device("q", q)
-
-
-def check_types(q: object, kv: object, seqlens: object, page_table: object, sink: object, rows: object,
-                out: object) -> None:
-    """UnsupportedError for what is no tensor, or has no strides; the last four may be None."""
-    require_tensors(False, q=q, kv_cache=kv, seqlens_kv=seqlens)
-    require_tensors(True, page_table=page_table, sink=sink, schedule=rows, out=out)
+        tensors.check_device("q", q)
 
 
 def wrong_queries(q: Tensor, kv: Tensor, sink: Tensor | None) -> Iterator[UnsupportedError]:
@@ -70,7 +63,7 @@ def wrong_tensors(q: Tensor, kv: Tensor, seqlens: Tensor, page_table: Tensor | N
                                where="kv_cache", allowed=f"{form}, or with a dimension of 1 before the last",
                                next="" if paged else "pages need a page_table")
     for name, t in (("q", q), ("kv_cache", kv)):
-        checks.check_dtype(name, t, q)
+        tensors.check_dtype(name, t, q)
         if t.device != q.device:
             yield UnsupportedError(f"{name} is on {t.device}, q on {q.device}", where=name, allowed="one device")
     yield from wrong_sizes(q.shape[2], q.shape[1])
@@ -80,12 +73,12 @@ def wrong_tensors(q: Tensor, kv: Tensor, seqlens: Tensor, page_table: Tensor | N
     elif kv.shape[0] != q.shape[0]:
         yield UnsupportedError(f"kv_cache has {kv.shape[0]} requests, q {q.shape[0]}", where="kv_cache", allowed=form,
                                next="pages need a page_table")
-    if max(kv.shape[:2]) >= checks.MAX_LENGTH:
+    if max(kv.shape[:2]) >= tensors.MAX_LENGTH:
         yield UnsupportedError(f"kv_cache has shape {tuple(kv.shape)}", where="kv_cache",
-                               allowed=f"fewer than {checks.MAX_LENGTH} pages, and rows in each")
-    if not checks.is_aligned(kv):
+                               allowed=f"fewer than {tensors.MAX_LENGTH} pages, and rows in each")
+    if not tensors.is_aligned(kv):
         yield UnsupportedError(f"kv_cache has strides {kv.stride()} and starts at byte "
-                               f"{kv.data_ptr() % checks.ALIGNMENT_BYTES} of 16; it is never copied", where="kv_cache",
+                               f"{kv.data_ptr() % tensors.ALIGNMENT_BYTES} of 16; it is never copied", where="kv_cache",
                                allowed="contiguous last dimension, rows and pages 16-byte aligned")
     if sink is not None and (sink.dtype != torch.float32 or sink.shape != q.shape[2:3] or sink.device != q.device
                              or not sink.is_contiguous()):
