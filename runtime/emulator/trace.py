@@ -174,12 +174,13 @@ def _attention(spec: Spec, shape: Shape) -> list[Statistics]:
 def _decode(spec: Spec, shape: Shape) -> list[Statistics]:
     """On as many SMs as a request has blocks of rows: none is cut, whose parts would have to be resident together."""
     import flashgen
-    from flashgen.codegen.families.flashmla.launch import QuerySizes
+    from flashgen.codegen.families.flashmla.launch import row_blocks
+    from flashgen.codegen.families.shared.launch import QuerySizes
     from flashgen.runtime.ops.mla_decode.problem import MlaProblem
 
     inputs = MlaProblem((shape.seqlen_kv,) * shape.batch, shape.num_heads_q, shape.seqlen_q, spec.page_size,
                         spec.head_dim_qk, dtype=spec.dtype).make_inputs()
-    with emulated_sms(QuerySizes(shape.batch, shape.seqlen_q, shape.num_heads_q).row_blocks):
+    with emulated_sms(row_blocks(QuerySizes(shape.batch, shape.seqlen_q, shape.num_heads_q))):
         schedule = flashgen.mla_schedule(inputs.seqlens_kv, shape.num_heads_q, shape.seqlen_q)
         with collecting() as rows:
             flashgen.mla_decode(inputs.q, inputs.kv_cache, inputs.seqlens_kv, **inputs.keywords, schedule=schedule,

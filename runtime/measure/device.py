@@ -353,7 +353,7 @@ def measure_overhead() -> dict[str, float]:
     with _empty_op() as empty:
         calls: dict[str, Call] = {"empty_op": lambda: empty(q, k, v, None, None, 0, -1, -1, 0.125, "", out=out)}
         calls |= attention.overhead_calls(device) | mla_decode.overhead_calls(device)
-        return host_us(calls, torch.cuda.synchronize)
+        return {f"{name}_us": us for name, us in host_us(calls, torch.cuda.synchronize).items()}
 
 
 def host_us(calls: dict[str, Call], wait: Callable[[], object], clock: Callable[[], float] = time.perf_counter
@@ -370,7 +370,7 @@ def host_us(calls: dict[str, Call], wait: Callable[[], object], clock: Callable[
             if number:  # the first round compiles and fills the memo
                 times[name].append(1e6 * elapsed / OVERHEAD_CALLS)
     wait()
-    return {f"{name}_us": round(statistics.median(values), 3) for name, values in times.items()}
+    return {name: round(statistics.median(values), 3) for name, values in times.items()}
 
 
 @contextlib.contextmanager

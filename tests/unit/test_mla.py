@@ -16,16 +16,15 @@ from mla_kit import MLA_SPECS, decode
 from torch import Tensor
 
 import flashgen
-from flashgen.codegen.families.flashmla.launch import DecodeSizes, QuerySizes
 from flashgen.codegen.families.launch import program_of
 from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.shared.launch import DecodeSizes, QuerySizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Step
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import torch_ops
 from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem, check_mla
-from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule
-from flashgen.runtime.ops.mla_decode.signature import MLA_DECODE
+from flashgen.runtime.ops.mla_decode.signature import MLA_DECODE, MlaSchedule
 from flashgen.runtime.select import lookup
 from flashgen.runtime.select.lookup import Wanted
 
