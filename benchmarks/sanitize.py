@@ -21,10 +21,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashgen.codegen.families.flashmla.launch import DecodeSizes, QuerySizes
 from flashgen.codegen.families.registry import lower, program_of
-from flashgen.codegen.families.shared import launch as attention
-from flashgen.codegen.families.shared.launch import is_persistent
+from flashgen.codegen.families.shared.launch import DecodeSizes, QuerySizes, is_persistent
+from flashgen.codegen.families.shared.launch import Sizes as AttentionSizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Program
 from flashgen.codegen.render import render
@@ -116,8 +115,8 @@ def launch(kernel: Kernel, sizes: Sizes) -> None:
     for name, (length, heads, dim) in shapes.items():
         strides |= {f"{name}_batch_stride": length * heads * dim, f"{name}_row_stride": heads * dim,
                     f"{name}_head_stride": dim}
-    call = attention.Sizes(batch, sizes.seqlen_q, sizes.seqlen_kv, sizes.num_heads_q, sizes.num_heads_kv, 0.1,
-                           window=(70, 20) if plan.spec_value("window") else (-1, -1), strides=strides)
+    call = AttentionSizes(batch, sizes.seqlen_q, sizes.seqlen_kv, sizes.num_heads_q, sizes.num_heads_kv, 0.1,
+                          window=(70, 20) if plan.spec_value("window") else (-1, -1), strides=strides)
     launch_program(program_of(plan, call, kernel.num_sms), {"fwd": kernel}, pointers, memory,
                    f"{plan.kernel_name}, {sizes}")
     memory.free()

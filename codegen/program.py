@@ -16,7 +16,10 @@ Life = Literal["scratch", "zeroed", "counters"]
 
 
 class Buffer(NamedTuple):
-    """Device memory that a call needs; steps name it as a pointer parameter. Without elements it is a null pointer."""
+    """Device memory that a call needs; steps name it as a pointer parameter. Without elements it is a null pointer.
+
+    A program has at most one buffer of counters, which all launches on a stream share.
+    """
 
     name: str
     dtype: str               # key of BUFFER_DTYPES

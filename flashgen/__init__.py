@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from flashgen.runtime.ops.attention.block_map import block_map, unpack_bits
     from flashgen.runtime.ops.attention.call import attention
     from flashgen.runtime.ops.mla_decode.call import mla_decode
-    from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule, mla_schedule
+    from flashgen.runtime.ops.mla_decode.schedule import mla_schedule
+    from flashgen.runtime.ops.mla_decode.signature import MlaSchedule
     from flashgen.runtime.select.sources import load_bundle, reload
     from flashgen.runtime.select.variant import variant
 
@@ -26,7 +27,7 @@ __all__ = ["MlaSchedule", "Spec", "attention", "block_map", "errors", "explain",
            "mla_decode", "mla_schedule", "reload", "unpack_bits", "variant"]
 
 _HOMES = {
-    "MlaSchedule": "flashgen.runtime.ops.mla_decode.schedule",
+    "MlaSchedule": "flashgen.runtime.ops.mla_decode.signature",
     "Spec": "flashgen.codegen.spec.spec",
     "attention": "flashgen.runtime.ops.attention.call",
     "block_map": "flashgen.runtime.ops.attention.block_map",

@@ -15,7 +15,8 @@ from torch import Tensor
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops.arguments import flag, require_tensors
 from flashgen.runtime.ops.mla_decode.call import mla_decode
-from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule, mla_schedule
+from flashgen.runtime.ops.mla_decode.schedule import mla_schedule
+from flashgen.runtime.ops.mla_decode.signature import MlaSchedule
 
 
 class MetadataError(UnsupportedError, AssertionError):

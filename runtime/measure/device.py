@@ -147,4 +147,4 @@ def host_us(calls: dict[str, Call], wait: Callable[[], object], clock: Callable[
             if number:  # the first round compiles and fills the memo
                 times[name].append(1e6 * elapsed / OVERHEAD_CALLS)
     wait()
-    return {f"{name}_us": round(statistics.median(values), 3) for name, values in times.items()}
+    return {name: round(statistics.median(values), 3) for name, values in times.items()}

@@ -21,7 +21,7 @@ def measure_overhead() -> dict[str, float]:
         calls: dict[str, Call] = {"empty_op": lambda: empty(q, k, v, None, None, 0, -1, -1, 0.125, "", out=out)}
         for folder in dict.fromkeys(OPS.values()):
             calls |= import_module(f"flashgen.runtime.ops.{folder}.overhead").overhead_calls(device)
-        return host_us(calls, torch.cuda.synchronize)
+        return {f"{name}_us": us for name, us in host_us(calls, torch.cuda.synchronize).items()}
 
 
 @contextlib.contextmanager

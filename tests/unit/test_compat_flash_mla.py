@@ -13,7 +13,7 @@ from flashgen.compat import flash_mla
 from flashgen.compat.flash_mla import FlashMLASchedMeta, MetadataError, flash_mla_with_kvcache, get_mla_metadata
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem
-from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule
+from flashgen.runtime.ops.mla_decode.signature import MlaSchedule
 
 PROBLEM = MlaProblem((70, 0, 5, 1), 4, 2, 64, causal=True)
 

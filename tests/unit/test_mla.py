@@ -16,15 +16,14 @@ from mla_kit import MLA_SPECS, decode, truth_of
 from torch import Tensor
 
 import flashgen
-from flashgen.codegen.families.flashmla.launch import DecodeSizes, QuerySizes
 from flashgen.codegen.families.registry import fastest_first, lower, program_of
+from flashgen.codegen.families.shared.launch import DecodeSizes, QuerySizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Step
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import torch_ops
 from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem
-from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule
-from flashgen.runtime.ops.mla_decode.signature import MLA_DECODE
+from flashgen.runtime.ops.mla_decode.signature import MLA_DECODE, MlaSchedule
 from flashgen.runtime.select import lookup
 from flashgen.runtime.select.selector import Wanted
 from flashgen.runtime.verify.compare import check, named

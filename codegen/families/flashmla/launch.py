@@ -2,9 +2,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
-from flashgen.codegen.families.shared.launch import LOG2_E
+from flashgen.codegen.families.shared.launch import LOG2_E, DecodeSizes, QuerySizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Buffer, Program, Step
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS
@@ -13,34 +12,14 @@ OVERHEAD_TILES = 5  # what a segment costs beside its tiles: queries, the first 
 MOST_SINGLE_TILES = 16  # of a request that may have a part each; with more parts the merge outweighs a tile's products
 
 
-class QuerySizes(NamedTuple):
-    """What a schedule depends on, beside the lengths in device memory."""
-
-    batch: int
-    seqlen_q: int
-    num_heads_q: int
-
-    @property
-    def row_blocks(self) -> int:
-        """Blocks of 64 rows that a request's new tokens have: the fewest."""
-        return -(-self.seqlen_q * self.num_heads_q // WARPGROUP_ROWS)
-
-    def blocks(self, num_sms: int) -> int:
-        """Of a decode, and records of its schedule: every block has an SM to itself, unless rows alone need more."""
-        return max(num_sms, self.row_blocks)
+def row_blocks(queries: QuerySizes) -> int:
+    """Blocks of 64 rows that a request's new tokens have: the fewest."""
+    return -(-queries.seqlen_q * queries.num_heads_q // WARPGROUP_ROWS)
 
 
-class DecodeSizes(NamedTuple):
-    """The numbers of a decode. A dense cache has one page for each request."""
-
-    queries: QuerySizes
-    num_pages: int
-    page_size: int
-    max_pages: int  # columns of the page table, 0 of a dense cache
-    strides: Mapping[str, int]  # in elements: q_outer_stride, q_row_stride (row = token * num_heads + head), kv_...
-    softmax_scale: float = 1.0
-    causal: bool = False
-    lse_counts_sink: bool = True
+def num_blocks(queries: QuerySizes, num_sms: int) -> int:
+    """Of a decode, and records of its schedule: every block has an SM to itself, unless rows alone need more."""
+    return max(num_sms, row_blocks(queries))
 
 
 def smallest_queries(plan: Plan) -> QuerySizes:
@@ -55,7 +34,7 @@ def smallest_decode(plan: Plan) -> DecodeSizes:
 
 def launch_schedule(plans: Mapping[str, Plan], sizes: QuerySizes, num_sms: int) -> Program:
     """The program of a schedule, and the buffer for it."""
-    plan, blocks = plans["schedule"], sizes.blocks(num_sms)
+    plan, blocks = plans["schedule"], num_blocks(sizes, num_sms)
     values = {"batch": sizes.batch, "q_rows": sizes.seqlen_q * sizes.num_heads_q, "blocks": blocks,
               "overhead_tiles": OVERHEAD_TILES, "most_single_tiles": MOST_SINGLE_TILES}
     return Program((Step("schedule", 1, plan.launch.threads, values),),
@@ -64,7 +43,7 @@ def launch_schedule(plans: Mapping[str, Plan], sizes: QuerySizes, num_sms: int) 
 
 def launch_decode(plans: Mapping[str, Plan], sizes: DecodeSizes, num_sms: int) -> Program:
     """The program of a decode. Where `plans` have no schedule, the caller brings one for the same sizes."""
-    plan, blocks = plans["decode"], sizes.queries.blocks(num_sms)
+    plan, blocks = plans["decode"], num_blocks(sizes.queries, num_sms)
     _, seqlen_q, num_heads_q = sizes.queries
     values = {
         "q_outer": sizes.queries.batch, "kv_outer": sizes.num_pages, "kv_rows": sizes.page_size,

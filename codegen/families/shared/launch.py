@@ -31,6 +31,27 @@ class Sizes(NamedTuple):
     strides: Mapping[str, int] = {}      # in elements, named as in the plan
 
 
+class QuerySizes(NamedTuple):
+    """What the schedule of a decode depends on, beside the lengths in device memory."""
+
+    batch: int
+    seqlen_q: int
+    num_heads_q: int
+
+
+class DecodeSizes(NamedTuple):
+    """The numbers of a decode over a cache of latents. A dense cache has one page for each request."""
+
+    queries: QuerySizes
+    num_pages: int
+    page_size: int
+    max_pages: int              # columns of the page table, 0 of a dense cache
+    strides: Mapping[str, int]  # in elements: q_outer_stride, q_row_stride (row = token * num_heads + head), kv_...
+    softmax_scale: float = 1.0
+    causal: bool = False
+    lse_counts_sink: bool = True
+
+
 def smallest_call(plan: Plan) -> Sizes:
     """One query, one key."""
     return Sizes(1, 1, 1, 1, 1, strides={p.name: 8 for p in plan.params if p.name.endswith("_stride")})

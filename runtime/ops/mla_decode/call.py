@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flashgen.codegen.families.flashmla.launch import DecodeSizes, QuerySizes
 from flashgen.codegen.families.registry import program_of
+from flashgen.codegen.families.shared.launch import DecodeSizes, QuerySizes
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.launch.tensor_map import fits_maps
 from flashgen.runtime.ops import front
@@ -27,8 +27,8 @@ from flashgen.runtime.ops.mla_decode.checks import (
     wrong_schedule,
     wrong_tensors,
 )
-from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule, schedule_kernel
-from flashgen.runtime.ops.mla_decode.signature import HEAD_DIM_V, MLA_DECODE
+from flashgen.runtime.ops.mla_decode.schedule import schedule_kernel
+from flashgen.runtime.ops.mla_decode.signature import HEAD_DIM_V, MLA_DECODE, MlaSchedule
 from flashgen.runtime.ops.signature import Options
 from flashgen.runtime.ops.tensors import DTYPE_NAMES, check_out, check_scale, is_aligned, scale_number
 from flashgen.runtime.select.selector import Wanted

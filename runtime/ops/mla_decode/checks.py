@@ -5,7 +5,6 @@ Each function yields problems in an order in which a check may rely on those bef
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +12,7 @@ from torch import Tensor
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import tensors
 from flashgen.runtime.ops.arguments import check_tensor, number, require_tensors
-
-if TYPE_CHECKING:
-    from flashgen.runtime.ops.mla_decode.schedule import MlaSchedule
+from flashgen.runtime.ops.mla_decode.signature import MlaSchedule
 
 MAX_SEQLEN_Q, MAX_HEADS = 8, 128
 HEAD_DIMS_QK = (512, 576)

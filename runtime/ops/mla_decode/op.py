@@ -11,7 +11,8 @@ import torch
 
 import flashgen
 from flashgen.codegen.explain.counts import Shape
-from flashgen.codegen.families.flashmla.launch import QuerySizes
+from flashgen.codegen.families.flashmla.launch import row_blocks
+from flashgen.codegen.families.shared.launch import QuerySizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.spec import Spec
 from flashgen.runtime.ops.mla_decode.problem import MlaInputs, MlaProblem, run_poisoned
@@ -69,7 +70,7 @@ def example(spec: Spec, shape: Shape) -> Example:
         x = problem.make_inputs()
         schedule = flashgen.mla_schedule(x.seqlens_kv, shape.num_heads_q, shape.seqlen_q)
         return lambda: flashgen.mla_decode(x.q, x.kv_cache, x.seqlens_kv, **x.keywords, schedule=schedule, spec=spec)
-    return Example(prepare, QuerySizes(shape.batch, shape.seqlen_q, shape.num_heads_q).row_blocks)
+    return Example(prepare, row_blocks(QuerySizes(shape.batch, shape.seqlen_q, shape.num_heads_q)))
 
 
 def identities(spec: Spec, plan: Plan, seed: int) -> Iterator[tuple[str, Identity, MlaProblem]]:

@@ -1,38 +1,29 @@
 """flashgen.mla_schedule: which block of a decode does what, worked out on the device."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flashgen.codegen.families.flashmla.launch import QuerySizes
 from flashgen.codegen.families.registry import program_of
+from flashgen.codegen.families.shared.launch import QuerySizes
 from flashgen.codegen.program import Program
 from flashgen.runtime.launch.kernel import Kernel
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import whole
 from flashgen.runtime.ops.front import Arguments, Ready, kernel_for
 from flashgen.runtime.ops.mla_decode.checks import raise_first, wrong_lengths, wrong_sizes
-from flashgen.runtime.ops.mla_decode.signature import MLA_SCHEDULE
+from flashgen.runtime.ops.mla_decode.signature import MLA_SCHEDULE, MlaSchedule
 from flashgen.runtime.ops.signature import Shape
 from flashgen.runtime.ops.tensors import check_device
-from flashgen.runtime.select.lookup import Wanted
+from flashgen.runtime.select.selector import Wanted
 
 if TYPE_CHECKING:
     from flashgen.runtime.emulator.kernel import EmulatedKernel
 
 WANTED = Wanted("bf16", 576, 512, False, False, "paged", True, op="mla_schedule",
                 traits=(("page_size", 64),))  # one serves all decodes
-
-
-class MlaSchedule(NamedTuple):
-    """Which block of a decode does what, for one set of lengths; for every layer and call that has them."""
-
-    rows: Tensor  # int32, on the device
-    batch: int
-    num_heads_q: int
-    seqlen_q: int
 
 
 def mla_schedule(seqlens_kv: Tensor, num_heads_q: int, seqlen_q: int = 1) -> MlaSchedule:

@@ -2,11 +2,23 @@
 from __future__ import annotations
 
 import importlib
+from typing import NamedTuple
+
+from torch import Tensor
 
 from flashgen.runtime.ops.signature import Arg, Option, Options, Shape, Signature, Tensors, inverse_root
 
 HEAD_DIM_V = 512
 _SCHEDULE_HOME = "flashgen.runtime.ops.mla_decode.schedule"
+
+
+class MlaSchedule(NamedTuple):
+    """Which block of a decode does what, for one set of lengths; for every layer and call that has them."""
+
+    rows: Tensor  # int32, on the device
+    batch: int
+    num_heads_q: int
+    seqlen_q: int
 
 
 def _shapes(tensors: Tensors, options: Options) -> tuple[Shape, Shape]:
