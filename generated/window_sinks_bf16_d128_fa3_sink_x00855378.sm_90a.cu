@@ -224,8 +224,8 @@ FG_DEVICE void hide_scores(float (&s)[M][N][4], const Params& p, const Work& wor
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           [[maybe_unused]] const int q_pos = first_q_pos + 16 * m + 8 * h;
-          const bool seen = (column_0 || q_pos - kv_pos < p.user_window) && kv_pos <= q_pos;
-          if (!(exists && seen)) s[m][n][2 * h + i] = -INFINITY;
+          const bool seen = exists && ((column_0 || q_pos - kv_pos < p.user_window) && kv_pos <= q_pos);
+          if (!seen) s[m][n][2 * h + i] = -INFINITY;
         }
     }
 }
