@@ -83,7 +83,7 @@ def test_far_scores(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("level", SOFT)
-def test_weights_are_as_exact_as_the_scores(level: float) -> None:
+def test_p_is_as_exact_as_the_scores(level: float) -> None:
     scores = [level + (j * 7 % 16) / 4 for j in range(160)]
     inputs = inputs_of(FULL, scores)
     judge(*run_poisoned(inputs, spec=FULL), inputs, scores, level)

@@ -104,8 +104,8 @@ def test_calls_that_it_does_not_serve(asked: dict[str, Any]) -> None:
 def test_plans_fit_and_survive_json(spec: Spec) -> None:
     plan = lower(spec)
     assert Plan.from_json(plan.to_json()) == plan and plan.step == spec.kernel
-    pointers = {"scores": ["q", "k", "scores"], "softmax": ["scores", "weights", "lse"],
-                "values": ["weights", "v", "out"]}
+    pointers = {"scores": ["q", "k", "scores"], "softmax": ["scores", "probs", "lse"],
+                "values": ["probs", "v", "out"]}
     assert [p.name for p in plan.params if p.ctype.endswith(("_ptr", "_out"))] == pointers[str(spec.kernel)]
 
 
@@ -121,7 +121,7 @@ def test_launch_grids(seqlen_q: int, seqlen_kv: int, grids: tuple[int, ...]) -> 
     assert [(step.kernel, step.grid_x, step.threads) for step in made.steps] == [
         (name, grid, 256) for name, grid in zip(KERNELS, grids, strict=True)]
     shape = (2, 3, seqlen_q, -(-seqlen_kv // 64) * 64)
-    assert made.buffers == (Buffer("scores", "f32", shape), Buffer("weights", "bf16", shape))
+    assert made.buffers == (Buffer("scores", "f32", shape), Buffer("probs", "bf16", shape))
 
 
 def test_a_grid_too_large_is_refused() -> None:

@@ -44,7 +44,7 @@ class StandardExplanation:
     registers: int | None
     moved: dict[str, Moved]  # by kernel
     bytes_once: int          # q, k, v, out and lse, which attention on chip moves
-    scratch_bytes: int       # scores and weights
+    scratch_bytes: int       # S and P
     variants: int
     need: None = None  # no model of a thread's registers, as prefill has
 
@@ -64,7 +64,7 @@ class StandardExplanation:
 
 def explain_kernel(plan: Plan, *, registers: int | None = None, variants: int = 1, **problem: Any
                    ) -> StandardExplanation:
-    """Of any of the three kernels: the work is that of a whole call. UnsupportedError for sizes that make no call."""
+    """The work of a whole call, whichever of its three kernels is given. UnsupportedError for sizes of no call."""
     shape, target = Shape.of(**problem), TARGETS[plan.target]
     fields: dict[str, Any] = dict(plan.spec)
     size, rows = DTYPES[fields["dtype"]].bytes, shape.batch * shape.num_heads_q * shape.seqlen_q
@@ -99,7 +99,7 @@ def _work(e: StandardExplanation) -> Iterator[str]:
         yield row(name, si(each.bytes, "B"), f"reads {si(each.read, 'B')}, writes {si(each.written, 'B')}")
     yield row("all three", si(total, "B"),
               f"{total / e.bytes_once:.1f} times the {si(e.bytes_once, 'B')} of q, k, v and out, each once")
-    yield row("scratch memory", si(e.scratch_bytes, "B"), "scores in fp32, and weights")
+    yield row("scratch memory", si(e.scratch_bytes, "B"), "S in fp32, and P")
     yield f"roofline on {e.target.device.name}"
     for name, ms in times.items():
         yield row(name, f"{ms:.3f} ms", bar(0, ms, max(times.values())))

@@ -1,4 +1,4 @@
-"""How a call of standard attention is launched: three kernels, with scores and weights in scratch memory."""
+"""How a call of standard attention is launched: three kernels, with S and P in scratch memory."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ from flashgen.codegen.program import Buffer, Number, Program, Step
 from flashgen.codegen.smem import round_up
 from flashgen.errors import UnsupportedError
 
-BLOCK_M, BLOCK_N = 128, 64  # of the tiles of all its kernels
-ROWS_PER_BLOCK = 8          # of the softmax: a warp has a row
+BLOCK_M, BLOCK_N = 128, 64  # rows and keys of a tile, in all three kernels
+ROWS_PER_BLOCK = 8          # of the softmax kernel: each of 8 warps has a row
 
 
 def launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int) -> Program:
@@ -31,4 +31,4 @@ def launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int) -> Program:
     }
     shape = (sizes.batch, sizes.num_heads_q, sizes.seqlen_q, score_cols)
     return Program(tuple(Step(name, grids[name], plan.launch.threads, values) for name, plan in plans.items()),
-                   (Buffer("scores", "f32", shape), Buffer("weights", str(dtype), shape)))
+                   (Buffer("scores", "f32", shape), Buffer("probs", str(dtype), shape)))
