@@ -64,8 +64,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "score": ({"score": "2 * score"}, "it is the baseline"),
     "mask": ({"mask": "kv_pos <= q_pos"}, "it is the baseline"),
     "sink": ({"sink": "per_head"}, "it is the baseline"),
-    "tile": ({"tile": {"m": 64, "n": 64}}, "it has one"),
-    "stages": ({"stages": 3}, "its tile decides"),
+    "tile": ({"tile": {"m": 64, "n": 64}}, "it has one tile"),
+    "stages": ({"stages": 3}, "it has one tile"),
     "head_dim_qk": ({"head_dim_qk": 576}, "head_dim_qk"),
     "kernel": ({"kernel": None}, "kernel is null with family standard"),
 }

@@ -33,14 +33,10 @@ ONLY = (
     Only("window", (False,), "it computes all scores"),
     Only("batch_invariant", (False,), "it always is"),
     Only("lse", (True,), "a call leaves it out or not"),
-    Only("score", ("none",), "it is the baseline"),
-    Only("mask", ("none",), "it is the baseline"),
     Only("align", ("bottom_right",), "it has no expressions"),
-    Only("sink", ("none",), "it is the baseline"),
     Only("normalize", ("softmax",), "it is the baseline"),
-    Only("tile", (None,), "it has one"),
-    Only("stages", (None,), "its tile decides"),
-    Only("roles", (None,), "its tile decides"),
+    *(Only(name, ("none",), "it is the baseline") for name in ("score", "mask", "sink")),
+    *(Only(name, (None,), "it has one tile") for name in ("tile", "stages", "roles")),
 )
 
 
