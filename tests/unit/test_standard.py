@@ -206,9 +206,10 @@ def test_bench_times_a_call_once() -> None:
         assert spec.kernel == KERNELS[0] and spec.causal == case.causal
 
 
-def test_check_and_list_know_it() -> None:
-    found = check_spec(SHIPPED)
-    assert found.plan.family == "standard" and found.tiles is not None
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_check_draws_the_tiles_of_the_call(kernel: str) -> None:
+    found = check_spec([spec for spec in SHIPPED if spec.kernel == kernel and spec.causal], seqlen_q=256)
+    assert found.tiles is not None and len(found.tiles.cells) == 2  # query tiles of 128
 
 
 def test_torch_compile_takes_the_call_as_one_graph() -> None:

@@ -71,8 +71,7 @@ def explain_kernel(plan: Plan, *, registers: int | None = None, variants: int = 
     keys, pairs = shape.batch * shape.num_heads_kv * shape.seqlen_kv, rows * shape.seqlen_kv
     stored = rows * round_up(shape.seqlen_kv, BLOCK_N)
     q, k = rows * fields["head_dim_qk"] * size, keys * fields["head_dim_qk"] * size
-    out, v = rows * fields["head_dim_v"] * size, keys * fields["head_dim_v"] * size
-    lse = rows * LSE_BYTES
+    out, v, lse = rows * fields["head_dim_v"] * size, keys * fields["head_dim_v"] * size, rows * LSE_BYTES
     moved = dict(zip(KERNELS, (
         Moved(q + k, stored * SCORE_BYTES, 2 * pairs * fields["head_dim_qk"]),
         Moved(stored * SCORE_BYTES, stored * size + lse, 0),

@@ -39,8 +39,7 @@ _TILE = (Constant("BLOCK_M", BLOCK_M, "query rows per block: 16 for each warp"),
 
 def lower(spec: Spec, target: Target) -> Plan:
     """The plan of one of the three kernels."""
-    lowerings = {"scores": _scores, "softmax": _softmax, "values": _values}
-    return lowerings[str(spec.kernel)](spec, target)
+    return {"scores": _scores, "softmax": _softmax, "values": _values}[str(spec.kernel)](spec, target)
 
 
 def _scores(spec: Spec, target: Target) -> Plan:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 TRAITS = (Trait("kernel", KERNELS[0], lambda wanted: (wanted,)),)
 
 ONLY = (
-    Only("head_dim_qk", HEAD_DIMS, "what its tiles cover"),
-    Only("head_dim_v", HEAD_DIMS, "what its tiles cover"),
+    *(Only(name, HEAD_DIMS, "what its tiles cover") for name in ("head_dim_qk", "head_dim_v")),
     Only("kv_layout", ("dense",), "its score matrix is one for each sequence and head"),
     Only("window", (False,), "it computes all scores"),
     Only("batch_invariant", (False,), "it always is"),
