@@ -2,13 +2,14 @@
 
     python -m flashgen.codegen.golden
 
-One per spec, because nobody reads five hundred; the others differ from it by a row of constants or a slot file.
+One per spec, because nobody reads five hundred; the others differ from it by a row of constants or a slot file. Where
+a call launches several kernels of a spec, all of them.
 """
 from __future__ import annotations
 
 from pathlib import Path
 
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.registry import lower, pass_of
 from flashgen.codegen.render import render
 from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths, variant_spec_paths
 
@@ -32,9 +33,11 @@ def golden_files() -> dict[str, str]:
     """File name -> text of everything that belongs in generated/."""
     files = {}
     for path in (*shipped_spec_paths(), *(p for p in variant_spec_paths() if p.stem in GOLDEN_VARIANTS)):
-        plan = lower(golden_spec(path))
-        files[f"{plan.kernel_name}.cu"] = render(plan).text
-        files[f"{plan.kernel_name}.plan.json"] = plan.to_json() + "\n"
+        spec = golden_spec(path)
+        for kernel in pass_of(spec).kernels:
+            plan = lower(spec.with_(**dict(kernel)))
+            files[f"{plan.kernel_name}.cu"] = render(plan).text
+            files[f"{plan.kernel_name}.plan.json"] = plan.to_json() + "\n"
     return files
 
 

@@ -13,7 +13,7 @@ from flashgen.codegen.explain.tile_map import FULL, PARTIAL, SKIP, Question, Til
 from flashgen.codegen.expr.params import as_scalar
 from flashgen.codegen.expr.parse import parse
 from flashgen.codegen.expr.tree import SCOPE, Const, Expr, Name, Op, Param, ScalarParam, TensorParam, walk
-from flashgen.codegen.families.registry import FAMILIES, lower
+from flashgen.codegen.families.registry import FAMILIES, lower, pass_of
 from flashgen.codegen.plan import Expression, Plan
 from flashgen.codegen.spec.expressions import NONE
 from flashgen.codegen.spec.spec import Spec
@@ -79,7 +79,7 @@ def check(specs: Sequence[Spec], seqlen_q: int = 2048, seqlen_kv: int | None = N
         if not 1 <= length <= 1 << 20:
             raise UnsupportedError(f"{name} is {length}", where=f"--{name.replace('_', '-')}", allowed="1 to 1048576")
     values, texts = _values(spec, params)
-    plan = lower(spec)
+    plan = lower(spec.with_(**dict(pass_of(spec).kernels[-1])))  # of several kernels the last knows the whole tile
     mask = spec.expressions.mask
     if mask is None and not spec.window:
         mask = parse(_BUILT_IN["causal" if spec.causal else "full"], {}, "mask")

@@ -4,14 +4,15 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.explain import counts
 from flashgen.codegen.explain.counts import Counts, Shape
-from flashgen.codegen.plan import Plan, Role
+from flashgen.codegen.plan import Plan, Role, registers_per_thread_max
 from flashgen.codegen.slots import mask_choice
-from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES
+from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES, TARGETS, Target
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
@@ -27,6 +28,41 @@ class Explanation(Counts):
 
     def __str__(self) -> str:
         return "\n".join(line.rstrip() for part in _PARTS for line in part(self))
+
+
+@dataclass(frozen=True)
+class OwnExplanation:
+    """What a family says of a kernel whose work it counts itself. str() is one screen of text."""
+
+    plan: Plan
+    shape: Any                   # the sizes of the call
+    registers: int | None        # per thread, of a build
+    variants: int                # in the spec file
+    need: ClassVar[None] = None  # no model of a thread's registers, as there is of attention
+
+    @property
+    def target(self) -> Target:
+        return TARGETS[self.plan.target]
+
+    @property
+    def registers_max(self) -> int:
+        return registers_per_thread_max(self.plan.launch.threads, self.plan.launch.min_blocks_per_sm, self.target)
+
+    def call(self) -> str:
+        """The sizes of the call, for the second line."""
+        raise NotImplementedError
+
+    def draw_work(self) -> Iterator[str]:
+        """The lines below those of the plan."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "plan": self.plan.to_dict(), "registers_max": self.registers_max,
+                "device": asdict(self.target.device)}
+
+    def __str__(self) -> str:
+        return "\n".join(line.rstrip() for part in (head(self, self.call()), draw_plan(self), self.draw_work())
+                         for line in part)
 
 
 def explain_attention(plan: Plan, spec: Spec, *, registers: int | None = None, variants: int = 1, **problem: Any
@@ -60,18 +96,24 @@ def _wrapped(label: str, about: str) -> Iterator[str]:
     yield from (f"{label if i == 0 else ' ' * len(label)}{line}" for i, line in enumerate(lines))
 
 
+def head(e: Any, call: str) -> Iterator[str]:
+    """The kernel, the call and the device; `e` has the parts of an Explanation."""
+    device = e.target.device
+    yield e.plan.kernel_name + (f"   (1 of {e.variants} variants; --variant and --arch choose another)"
+                                if e.variants > 1 else "")
+    yield f"  {call}"
+    yield f"  on {device.name}: {device.num_sms} SMs, {device.bf16_tflops:g} TFLOP/s, {device.memory_gbps:g} GB/s"
+
+
 def _head(e: Counts) -> Iterator[str]:
-    plan, shape, device = e.plan, e.shape, e.target.device
-    yield f"{plan.kernel_name}" + (f"   (1 of {e.variants} variants; --variant and --arch choose another)"
-                                   if e.variants > 1 else "")
+    plan, shape = e.plan, e.shape
     mask = mask_choice(plan.spec_value("causal") is True, plan.spec_value("window") is True)
     if "mask" in dict(plan.spec):
         mask = f"mask {dict(plan.spec)['mask']}"
-    yield (f"  q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {plan.constant('HEAD_DIM_QK')}, "
-           f"k {shape.batch} x {shape.seqlen_kv} x {shape.num_heads_kv} x {plan.constant('HEAD_DIM_QK')}, "
-           f"v ... x {plan.constant('HEAD_DIM_V')}, {plan.spec_value('dtype')}, "
-           f"{f'window {shape.window}' if mask == 'window' else mask}")
-    yield f"  on {device.name}: {device.num_sms} SMs, {device.bf16_tflops:g} TFLOP/s, {device.memory_gbps:g} GB/s"
+    return head(e, f"q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {plan.constant('HEAD_DIM_QK')}, "
+                   f"k {shape.batch} x {shape.seqlen_kv} x {shape.num_heads_kv} x {plan.constant('HEAD_DIM_QK')}, "
+                   f"v ... x {plan.constant('HEAD_DIM_V')}, {plan.spec_value('dtype')}, "
+                   f"{f'window {shape.window}' if mask == 'window' else mask}")
 
 
 def _plan(e: Counts) -> Iterator[str]:

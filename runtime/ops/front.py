@@ -20,6 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from flashgen.codegen.families.registry import pass_of
 from flashgen.codegen.program import Program
+from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
 from flashgen.runtime.launch.driver import api
 from flashgen.runtime.launch.kernel import Kernel
@@ -153,7 +154,11 @@ def kernels_for(wanted: Wanted, device: torch.device, sizes: Sizes) -> list[Kern
     its pass names beside it."""
     first = kernel_for(wanted, device, sizes)
     beside = [replace(wanted, traits=(*wanted.traits, *traits)) for traits in pass_of(first.plan).kernels[1:]]
-    return [first, *(kernel_for(each, device) for each in beside)]
+    found = [first, *(kernel_for(each, device) for each in beside)]
+    if any(kernel.plan.family != first.plan.family for kernel in found):  # a bundle holds some of its kernels
+        raise UnsupportedError(f"{first.plan.kernel_name} was found without a kernel that calls launch beside it",
+                               where="bundle", allowed="all kernels of a pass", next="flashgen bundle SPEC -o DIR")
+    return found
 
 
 # ---- what a call is made of

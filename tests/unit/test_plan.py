@@ -148,6 +148,7 @@ CHANGES = {
 FA3_CHANGES = {"family": "fa3", "q_stages": 2, "p_operand": "shared", "schedule": "overlap", "split": True,
                "pack_gqa": True}
 MLA_CHANGES = {"pass": "schedule", "page_size": 1}
+STANDARD_CHANGES = {"kernel": "values"}
 EXPRESSIONS = {  # test_variants.py compiles these
     "score": {"score": "2 * score"}, "mask": {"mask": "kv_pos // 7 == q_pos // 7"}, "sink": {"sink": "per_head"},
     "align": {"align": "top_left", "score": "score + q_pos"}, "normalize": {"normalize": "none", "lse": False},
@@ -164,7 +165,8 @@ def test_every_spec_field_changes_the_cache_key():
 
     base = BASE.with_(head_dim_qk=64, head_dim_v=64)
     names = {name for name, _ in base.fields()} | {"arch"}
-    assert names | set(EXTRA) == CHANGES.keys() | FA3_CHANGES.keys() | MLA_CHANGES.keys() | EXPRESSIONS.keys()
+    assert names | set(EXTRA) == (CHANGES.keys() | FA3_CHANGES.keys() | MLA_CHANGES.keys() | STANDARD_CHANGES.keys() |
+                                  EXPRESSIONS.keys())
     keys = {name: key(base.with_(**changes)) for name, changes in EXPRESSIONS.items()}
     keys |= {"base": key(base)} | {name: key(base.with_(**{name: value})) for name, value in CHANGES.items()}
     fa3 = base.with_(family="fa3", arch="sm_90a")
@@ -173,4 +175,7 @@ def test_every_spec_field_changes_the_cache_key():
                      kv_layout="paged", page_size=64)
     keys |= {"mla": key(mla)} | {name: key(mla.with_(**{"pass_" if name == "pass" else name: value}))
                                  for name, value in MLA_CHANGES.items()}
+    standard = base.with_(family="standard", kernel="scores")
+    keys |= {"standard": key(standard)} | {name: key(standard.with_(**{name: value}))
+                                           for name, value in STANDARD_CHANGES.items()}
     assert len(set(keys.values())) == len(keys)

@@ -41,6 +41,9 @@ FULL = HEAD + "head_dim_qk: 64\n"                                       # the ne
 FA3 = BASE | {"family": "fa3", "arch": "sm_90a"}
 MLA = FA3 | {"family": "flashmla", "pass": "decode", "head_dim_qk": 576, "head_dim_v": 512, "kv_layout": "paged",
              "page_size": 64}
+STANDARD = {"family": "standard", "kernel": "scores", "kv_layout": "dense", "window": False, "batch_invariant": False,
+            "lse": True, "score": "none", "mask": "none", "align": "bottom_right", "sink": "none",
+            "normalize": "softmax", "tile": None, "stages": None, "roles": None}
 ROWS = spec_fields.rows_by_name()
 quick = settings(deadline=None, derandomize=True, max_examples=200)
 
@@ -179,6 +182,9 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
     kept["pass"] = kept["pass"] if kept["pass"] in passes else passes[0]
     if kept["family"] == "flashmla":
         return keep_rules_of_mla(kept)
+    if kept["family"] == "standard":
+        kept |= {name: only for name, only in STANDARD.items() if name not in ("name", "family", "pass", "kernel")}
+        kept["kernel"] = kept["kernel"] or "scores"
     kept["window"] = kept["window"] and not kept["causal"]
     kept |= {"kv_layout": {"paged": "varlen"}.get(kept["kv_layout"], kept["kv_layout"]),
              **{name: kept[name] and 8 + (kept[name] - 8) % 256 // 8 * 8 for name in ("head_dim_qk", "head_dim_v")}}
@@ -375,7 +381,8 @@ def test_a_file_may_hold_both_families():
 def test_families_are_for_the_targets_that_have_their_feature():
     for family, arch in product(FAMILIES, TARGETS):
         try:
-            Spec(**((MLA if family == "flashmla" else BASE) | {"family": family, "arch": arch}))
+            fields = {"flashmla": MLA, "standard": BASE | STANDARD}.get(family, BASE)
+            Spec(**(fields | {"family": family, "arch": arch}))
         except SpecError as error:
             assert error.where == "Spec.arch" and arch not in error.allowed.split(", ")
             assert FAMILIES[family].feature not in TARGETS[arch].features

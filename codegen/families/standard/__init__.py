@@ -1,1 +1,1 @@
-"""Standard attention: three kernels, with scores and weights in device memory. The baseline; sm_80 and later."""
+"""Standard attention: three kernels, with S and P in device memory. The baseline; sm_80 and later."""

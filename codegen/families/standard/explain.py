@@ -2,17 +2,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.explain.counts import LSE_BYTES, Shape
-from flashgen.codegen.explain.text import bar, draw_plan, row, si
+from flashgen.codegen.explain.text import OwnExplanation, bar, row, si
 from flashgen.codegen.families.standard.launch import BLOCK_N
 from flashgen.codegen.families.standard.options import KERNELS
-from flashgen.codegen.plan import Plan, registers_per_thread_max
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.smem import round_up
-from flashgen.codegen.target import TARGETS, Target
+from flashgen.codegen.target import Target
 
 SCORE_BYTES = 4  # fp32
 
@@ -35,73 +35,46 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class StandardExplanation:
-    """str() is one screen of text."""
-
-    plan: Plan
-    shape: Shape
-    registers_max: int
-    registers: int | None
+class StandardExplanation(OwnExplanation):
     moved: dict[str, Moved]  # by kernel
     bytes_once: int          # q, k, v, out and lse, which attention on chip moves
-    scratch_bytes: int       # scores and weights
-    variants: int
-    need: None = None  # no model of a thread's registers, as prefill has
+    scratch_bytes: int       # S and P
 
-    @property
-    def target(self) -> Target:
-        return TARGETS[self.plan.target]
+    def call(self) -> str:
+        shape, fields = self.shape, dict(self.plan.spec)
+        return (f"q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {fields['head_dim_qk']}, k "
+                f"{shape.batch} x {shape.seqlen_kv} x {shape.num_heads_kv} x {fields['head_dim_qk']}, "
+                f"v ... x {fields['head_dim_v']}, {fields['dtype']}")
 
-    def to_json(self) -> dict[str, Any]:
-        return {"plan": self.plan.to_dict(), "shape": asdict(self.shape), "registers_max": self.registers_max,
-                "registers": self.registers, "moved": {name: asdict(each) for name, each in self.moved.items()},
-                "bytes_once": self.bytes_once, "scratch_bytes": self.scratch_bytes, "variants": self.variants,
-                "device": asdict(self.target.device)}
-
-    def __str__(self) -> str:
-        return "\n".join(line.rstrip() for part in (_head, draw_plan, _work) for line in part(self))
+    def draw_work(self) -> Iterator[str]:
+        times = {name: each.ms(self.target) for name, each in self.moved.items()}
+        total = sum(each.bytes for each in self.moved.values())
+        yield "work of a call"
+        for name, each in self.moved.items():
+            yield row(name, si(each.bytes, "B"), f"reads {si(each.read, 'B')}, writes {si(each.written, 'B')}")
+        yield row("all three", si(total, "B"),
+                  f"{total / self.bytes_once:.1f} times the {si(self.bytes_once, 'B')} of q, k, v and out, each once")
+        yield row("scratch memory", si(self.scratch_bytes, "B"), "S in fp32, and P")
+        yield f"roofline on {self.target.device.name}"
+        for name, ms in times.items():
+            yield row(name, f"{ms:.3f} ms", bar(0, ms, max(times.values())))
+        flops, ms = sum(each.flops for each in self.moved.values()), sum(times.values())
+        yield f"  one after the other: {ms:.3f} ms = {flops / ms / 1e9:.0f} TFLOP/s, {total / ms / 1e6:.0f} GB/s"
 
 
 def explain_kernel(plan: Plan, *, registers: int | None = None, variants: int = 1, **problem: Any
                    ) -> StandardExplanation:
-    """Of any of the three kernels: the work is that of a whole call. UnsupportedError for sizes that make no call."""
-    shape, target = Shape.of(**problem), TARGETS[plan.target]
+    """The work of a whole call, whichever of its three kernels is given. UnsupportedError for sizes of no call."""
+    shape = Shape.of(**problem)
     fields: dict[str, Any] = dict(plan.spec)
     size, rows = DTYPES[fields["dtype"]].bytes, shape.batch * shape.num_heads_q * shape.seqlen_q
     keys, pairs = shape.batch * shape.num_heads_kv * shape.seqlen_kv, rows * shape.seqlen_kv
     stored = rows * round_up(shape.seqlen_kv, BLOCK_N)
     q, k = rows * fields["head_dim_qk"] * size, keys * fields["head_dim_qk"] * size
-    out, v = rows * fields["head_dim_v"] * size, keys * fields["head_dim_v"] * size
-    lse = rows * LSE_BYTES
+    out, v, lse = rows * fields["head_dim_v"] * size, keys * fields["head_dim_v"] * size, rows * LSE_BYTES
     moved = dict(zip(KERNELS, (
         Moved(q + k, stored * SCORE_BYTES, 2 * pairs * fields["head_dim_qk"]),
         Moved(stored * SCORE_BYTES, stored * size + lse, 0),
         Moved(stored * size + v, out, 2 * pairs * fields["head_dim_v"])), strict=True))
-    registers_max = registers_per_thread_max(plan.launch.threads, plan.launch.min_blocks_per_sm, target)
-    return StandardExplanation(plan, shape, registers_max, registers, moved, q + k + v + out + lse,
-                               stored * (SCORE_BYTES + size), variants)
-
-
-def _head(e: StandardExplanation) -> Iterator[str]:
-    plan, shape, device, fields = e.plan, e.shape, e.target.device, dict(e.plan.spec)
-    yield f"{plan.kernel_name}" + (f"   (1 of {e.variants} variants; --variant and --arch choose another)"
-                                   if e.variants > 1 else "")
-    yield (f"  q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {fields['head_dim_qk']}, keys "
-           f"{shape.batch} x {shape.seqlen_kv} x {shape.num_heads_kv}, {fields['dtype']}")
-    yield f"  on {device.name}: {device.num_sms} SMs, {device.bf16_tflops:g} TFLOP/s, {device.memory_gbps:g} GB/s"
-
-
-def _work(e: StandardExplanation) -> Iterator[str]:
-    times = {name: each.ms(e.target) for name, each in e.moved.items()}
-    total = sum(each.bytes for each in e.moved.values())
-    yield "work of a call"
-    for name, each in e.moved.items():
-        yield row(name, si(each.bytes, "B"), f"reads {si(each.read, 'B')}, writes {si(each.written, 'B')}")
-    yield row("all three", si(total, "B"),
-              f"{total / e.bytes_once:.1f} times the {si(e.bytes_once, 'B')} of q, k, v and out, each once")
-    yield row("scratch memory", si(e.scratch_bytes, "B"), "scores in fp32, and weights")
-    yield f"roofline on {e.target.device.name}"
-    for name, ms in times.items():
-        yield row(name, f"{ms:.3f} ms", bar(0, ms, max(times.values())))
-    flops, ms = sum(each.flops for each in e.moved.values()), sum(times.values())
-    yield f"  one after the other: {ms:.3f} ms = {flops / ms / 1e9:.0f} TFLOP/s, {total / ms / 1e6:.0f} GB/s"
+    return StandardExplanation(plan, shape, registers, variants, moved, q + k + v + out + lse,
+                               stored * (SCORE_BYTES + size))

@@ -1,7 +1,7 @@
 """Lowers the standard family: attention as three kernels (Dao 2022, algorithm 0), the baseline of FlashAttention.
 
 scores writes S = softmax_scale * q k^T, masked, in fp32; softmax reads S, writes P in the dtype of the inputs, and lse;
-values reads P and v. All use tiles of one size for every head dim: what decides is the traffic of S and P, and not the
+values reads P and v. Tiles have one size for every head dim, because the traffic of S and P bounds a call, and not the
 products. Rows of S and P are padded to whole key tiles, so that no kernel tests a column.
 """
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WARPS, NUM_STAGES = BLOCK_M // 16, 2
 
 _SCORES = "[batch, num_heads_q, seqlen_q, score_cols], scaled, in powers of two"
-_WEIGHTS = "[batch, num_heads_q, seqlen_q, score_cols]"
+_PROBS = "P = softmax(S): [batch, num_heads_q, seqlen_q, score_cols]"
 _SIZES = (
     Param("seqlen_q", "i32", "queries per sequence"),
     Param("seqlen_kv", "i32", "keys per sequence"),
@@ -39,8 +39,7 @@ _TILE = (Constant("BLOCK_M", BLOCK_M, "query rows per block: 16 for each warp"),
 
 def lower(spec: Spec, target: Target) -> Plan:
     """The plan of one of the three kernels."""
-    lowerings = {"scores": _scores, "softmax": _softmax, "values": _values}
-    return lowerings[str(spec.kernel)](spec, target)
+    return {"scores": _scores, "softmax": _softmax, "values": _values}[str(spec.kernel)](spec, target)
 
 
 def _scores(spec: Spec, target: Target) -> Plan:
@@ -59,7 +58,7 @@ def _scores(spec: Spec, target: Target) -> Plan:
 
 def _softmax(spec: Spec, target: Target) -> Plan:
     constants = (*_THREADS, Constant("ROWS_PER_BLOCK", ROWS_PER_BLOCK, "a row for each warp"))
-    params = (Param("scores", "f32_ptr", _SCORES), Param("weights", "element_out", _WEIGHTS),
+    params = (Param("scores", "f32_ptr", _SCORES), Param("probs", "element_out", _PROBS),
               Param("lse", "f32_out", "[batch, num_heads_q, seqlen_q], natural log, contiguous; null: not wanted"),
               Param("num_rows", "i32", "batch * num_heads_q * seqlen_q"), _SIZES[2])
     return _plan(spec, target, constants, params, (), "x = num_rows / ROWS_PER_BLOCK, rounded up")
@@ -68,15 +67,15 @@ def _softmax(spec: Spec, target: Target) -> Plan:
 def _values(spec: Spec, target: Target) -> Plan:
     columns = spec.head_dim_v
     smem = layout_regions((
-        ("P", NUM_STAGES * tile_bytes(BLOCK_M, BLOCK_N), f"{NUM_STAGES} stages of weights; at the end the output"),
+        ("P", NUM_STAGES * tile_bytes(BLOCK_M, BLOCK_N), f"{NUM_STAGES} stages of P; at the end the output"),
         ("V", max(NUM_STAGES * tile_bytes(BLOCK_N, columns),
                   tile_bytes(BLOCK_M, columns) - NUM_STAGES * tile_bytes(BLOCK_M, BLOCK_N)),
          f"{NUM_STAGES} stages of {BLOCK_N} values; the end of the output")))
-    constants = (*_TILE, Constant("NUM_STAGES", NUM_STAGES, "weight and value tiles in the ring, 1 in flight"),
+    constants = (*_TILE, Constant("NUM_STAGES", NUM_STAGES, "tiles of P and V in the ring, 1 in flight"),
                  Constant("HEAD_DIM_V", columns, "columns of v and out in device memory"),
                  Constant("MMA_COLS_V", round_up(columns, 16), "columns of the output fragments: whole steps of 16"),
                  Constant("SMEM_COLS_V", smem_cols(columns), "columns stored of v and out: whole panels, surplus zero"))
-    params = (Param("weights", "element_ptr", _WEIGHTS),
+    params = (Param("probs", "element_ptr", _PROBS),
               Param("v", "element_ptr", "[batch, seqlen_kv, num_heads_kv, head_dim_v]"),
               Param("out", "element_out", "[batch, seqlen_q, num_heads_q, head_dim_v]"),
               *_strides("v", "out"), *_SIZES, *_mask(spec))

@@ -27,20 +27,15 @@ if TYPE_CHECKING:
 TRAITS = (Trait("kernel", KERNELS[0], lambda wanted: (wanted,)),)
 
 ONLY = (
-    Only("head_dim_qk", HEAD_DIMS, "what its tiles cover"),
-    Only("head_dim_v", HEAD_DIMS, "what its tiles cover"),
+    *(Only(name, HEAD_DIMS, "what its tiles cover") for name in ("head_dim_qk", "head_dim_v")),
     Only("kv_layout", ("dense",), "its score matrix is one for each sequence and head"),
     Only("window", (False,), "it computes all scores"),
     Only("batch_invariant", (False,), "it always is"),
     Only("lse", (True,), "a call leaves it out or not"),
-    Only("score", ("none",), "it is the baseline"),
-    Only("mask", ("none",), "it is the baseline"),
     Only("align", ("bottom_right",), "it has no expressions"),
-    Only("sink", ("none",), "it is the baseline"),
     Only("normalize", ("softmax",), "it is the baseline"),
-    Only("tile", (None,), "it has one"),
-    Only("stages", (None,), "its tile decides"),
-    Only("roles", (None,), "its tile decides"),
+    *(Only(name, ("none",), "it is the baseline") for name in ("score", "mask", "sink")),
+    *(Only(name, (None,), "it has one tile") for name in ("tile", "stages", "roles")),
 )
 
 

@@ -14,6 +14,7 @@ from flashgen.runtime.measure.bench import DATA, Device, geomeans, least
 from flashgen.runtime.measure.grid import COUNT, DTYPE, FLAG, Axis, combinations, read_grid
 from flashgen.runtime.measure.suite import GBPS, MS, TFLOPS, Bench, Column, Row, decimals, listed, peer_ms
 from flashgen.runtime.ops.attention.problem import Problem
+from flashgen.runtime.select.handles import with_siblings
 
 if TYPE_CHECKING:
     from flashgen.codegen.explain.counts import Shape
@@ -85,7 +86,8 @@ def _case(values: dict[str, Any], where: str) -> Problem:
 def variants_for(case: Problem, specs: Iterable[Spec], archs: Sequence[str], num_sms: int) -> list[Spec]:
     """The variants that serve a case, for the first of `archs` that has any.
 
-    Of those that differ in `split` and `pack_gqa` only, the one that a call on a device with `num_sms` SMs gets.
+    Of those that differ in `split` and `pack_gqa` only, the one that a call on a device with `num_sms` SMs gets. Of
+    those whose kernels one call launches, the first.
     """
     windowed, layout = case.window != (-1, -1), "varlen" if case.varlen else "dense"
     fitting = [spec for spec in specs if spec.kv_layout == layout and spec.dtype == case.dtype
@@ -95,7 +97,7 @@ def variants_for(case: Problem, specs: Iterable[Spec], archs: Sequence[str], num
         found = [spec for spec in fitting if spec.arch == arch]
         twins: dict[Spec, list[Spec]] = {}
         for spec in found:
-            twins.setdefault(spec.with_(split=False, pack_gqa=False), []).append(spec)
+            twins.setdefault(with_siblings(spec)[0].with_(split=False, pack_gqa=False), []).append(spec)
         if found:
             return [_best(specs, case, num_sms) for specs in twins.values()]
     raise UnsupportedError(f"no variant serves {case.label}", where="bench", allowed=", ".join(archs) + f", {layout}",

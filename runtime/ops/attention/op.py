@@ -26,20 +26,26 @@ from flashgen.runtime.ops.attention.edges import (
 )
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.ops.op import Example, Identity
+from flashgen.runtime.select.handles import with_siblings
 from flashgen.runtime.verify.compare import Accuracy, Results, check_bits, named
 from flashgen.runtime.verify.subject import NAN, Subject, poisoned, same_tensor
 
 
 def problems(spec: Spec, plan: Plan, seed: int, emulated: bool) -> Iterator[Problem]:
-    tiles = tile_shape(plan)
+    tiles = _tiles(spec)
     if emulated:
         return emulated_problems(spec, *tiles, seed, persistent=is_persistent(plan))
     return edge_problems(spec, *tiles, seed)
 
 
+def _tiles(spec: Spec) -> tuple[int, int, int]:
+    """The tile shape of a call. Where it launches several kernels, the last of them knows all of it."""
+    return tile_shape(lower(with_siblings(spec)[-1]))
+
+
 def few_problems(spec: Spec, plan: Plan) -> Iterator[Problem]:
     """A small call, and one with several tiles for every block that stays."""
-    (tile_m, tile_n, stages), window = tile_shape(plan), (97, 30) if spec.window else (-1, -1)
+    (tile_m, tile_n, stages), window = _tiles(spec), (97, 30) if spec.window else (-1, -1)
     for batch, seqlen_q, seqlen_kv, heads in ((2, tile_m + 17, (stages + 2) * tile_n + 5, (4, 2)),
                                               (MANY_TILES[0], 2 * tile_m + 1, 2 * tile_n + 1, MANY_TILES[1])):
         yield problem_of(spec, batch, seqlen_q, seqlen_kv, heads, (spec.causal, window))
@@ -68,7 +74,7 @@ def example(spec: Spec, shape: Shape) -> Example:
 def identities(spec: Spec, plan: Plan, seed: int) -> Iterator[tuple[str, Identity, Problem]]:
     """Of each mask; none where a call means something else than plain attention."""
     for mask in () if changes_scores(spec) else masks(spec):
-        problem = company_problem(spec, tile_shape(plan)[0], mask, seed)
+        problem = company_problem(spec, _tiles(spec)[0], mask, seed)
         for name, identity in IDENTITIES.items():
             if name != "future keys" or mask == (True, (-1, -1)):
                 yield name, identity, problem

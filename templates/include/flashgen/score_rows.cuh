@@ -1,5 +1,5 @@
-// Rows of scores and weights in device memory, as standard attention has them: [batch, num_heads_q, seqlen_q, score_cols].
-// Scores are fp32 and scaled, in powers of two: the rounded product is what both passes over a row see, so a difference of
+// Rows of S and P in device memory, as standard attention stores them: [batch, num_heads_q, seqlen_q, score_cols].
+// S is fp32, scaled by softmax_scale * log2(e). Both passes over a row read the same rounded score, so the difference of
 // two scores is exact wherever fp32 holds it.
 #pragma once
 #include "flashgen/ptx/convert.cuh"
@@ -16,7 +16,7 @@ struct alignas(8) Elements4 {
   uint32_t pairs[2];
 };
 
-// Stores the fragments of 16 rows, scaled. `target` is the place of this lane's s[0][0][0], `valid_rows` counts from its row.
+// Scales and stores the fragments of 16 rows. This lane's s[0][0][0] goes to `target`; `valid_rows` counts from its row.
 template <int N>
 FG_DEVICE void store_scores(float* target, int row_stride, const float (&s)[1][N][4], float scale, int valid_rows) {
 #pragma unroll
@@ -29,29 +29,29 @@ FG_DEVICE void store_scores(float* target, int row_stride, const float (&s)[1][N
   }
 }
 
-// Maximum and sum of 2^(score - maximum) of a row, which the lanes of a warp share (Milakov and Gimelshein 2018).
+// Maximum of a row and its sum of 2^(score - maximum), in one pass by a warp (Milakov and Gimelshein 2018).
 struct RowSum {
   float max = -INFINITY, sum = 0.0f;
 
-  // A row without a key so far has no maximum to measure against: any finite number serves.
-  FG_DEVICE float reference() const { return max == -INFINITY ? 0.0f : max; }
-  FG_DEVICE void raise(float highest) {
+  // What scores are relative to: the maximum, or 0 while the row has seen no key, because -inf - -inf is NaN.
+  FG_DEVICE float row_ref() const { return max == -INFINITY ? 0.0f : max; }
+  FG_DEVICE void raise_max(float highest) {
     const float old = max;
     max = fmaxf(max, highest);
-    sum *= exp2_approx(old - reference());
+    sum *= exp2_approx(old - row_ref());
   }
   FG_DEVICE void add(const Floats4& scores) {
     const float* const s = scores.values;
-    raise(fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3])));
+    raise_max(fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3])));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum += exp2_approx(s[i] - reference());
+    for (int i = 0; i < 4; ++i) sum += exp2_approx(s[i] - row_ref());
   }
-  // All lanes have the whole row's afterwards.
-  FG_DEVICE void add_up() {
+  // Every lane then holds the maximum and the sum of the whole row.
+  FG_DEVICE void reduce() {
     float highest = max;
 #pragma unroll
     for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) highest = fmaxf(highest, shfl_xor(highest, lanes));
-    raise(highest);
+    raise_max(highest);
 #pragma unroll
     for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) sum += shfl_xor(sum, lanes);
   }
