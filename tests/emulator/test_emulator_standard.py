@@ -12,9 +12,10 @@ from sampling import in_turn, one_in
 import flashgen
 from flashgen.codegen.spec.spec import Spec
 from flashgen.runtime.emulator.schedule import POLICIES, Schedule
-from flashgen.runtime.ops.attention.op import run_poisoned
+from flashgen.runtime.ops.attention.op import IDENTITIES, run_poisoned
 from flashgen.runtime.ops.attention.problem import Problem
 from flashgen.runtime.verify.compare import check_bits
+from flashgen.runtime.verify.subject import Subject
 
 # A spec with its last kernel stands for the call; the last kernel knows the whole tile.
 CALLS = [spec for spec, _ in distinct_plans("standard") if spec.kernel == "values"]
@@ -99,6 +100,13 @@ def test_strides_out_and_lse_change_no_bit() -> None:
     out = torch.full((2, 2, 70, 64), torch.nan, dtype=plain.dtype).transpose(1, 2)  # head-major
     assert flashgen.attention(inputs.q, inputs.k, inputs.v, causal=True, spec="standard", out=out) is out
     check_bits(out, plain, "out given, lse not asked for")
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_identities_hold_bit_by_bit(name: str) -> None:
+    """Requests keep to themselves, strides do not count, and keys of the future are not seen."""
+    problem = Problem(2, 130, 130, 2, 1, 64, 64, causal=True)
+    IDENTITIES[name](Subject(CAUSAL, "cpu", emulated=True), problem)
 
 
 def test_results_do_not_depend_on_the_schedule() -> None:
