@@ -425,8 +425,8 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   Ring<NUM_STAGES> keys, values;
   uint64_t k_desc = AlongColumns<KeyTile>::descriptor(smem + SMEM_K);
   uint64_t v_desc = AlongRows<ValueTile>::descriptor(smem + SMEM_V);
-  tie_registers(k_desc);  // kept: the compiler would rather work them out again for every tile
-  tie_registers(v_desc);
+  pin_registers(k_desc);  // kept: the compiler would rather work them out again for every tile
+  pin_registers(v_desc);
   float s[1][BLOCK_N / 8][4];
   float o[1][MMA_COLS_V / 8][4];
   Weights weights = place_of_weights(smem, this_warpgroup());

@@ -118,7 +118,7 @@ struct Place {
   FG_DEVICE uint32_t pair_round() const { return tile >> 1 & 1; }
   FG_DEVICE Place anew(int ahead = 0) const {
     Place place{tile};
-    tie_registers(place.tile);
+    pin_registers(place.tile);
     place.tile += ahead;
     return place;
   }
@@ -378,7 +378,7 @@ struct Warpgroup {
 
   FG_DEVICE Segment& segment() const {
     uint32_t index = own;
-    tie_registers(index);  // its place is worked out anew each time, too
+    pin_registers(index);  // its place is worked out anew each time, too
     return segment_at(smem, index);
   }
   FG_DEVICE float* subtrahends() const { return reinterpret_cast<float*>(smem + SMEM_REFERENCES) + lane_row; }
@@ -408,7 +408,7 @@ struct Warpgroup {
   FG_DEVICE void make_scores(const Place& place) {
     constexpr int PANELS = SLOT_COLS / 64;
     uint64_t q = AlongColumns<QueryTile>::descriptor(smem + SMEM_Q);
-    tie_registers(q);  // or the compiler would work all steps out beforehand, and have no room for them
+    pin_registers(q);  // or the compiler would work all steps out beforehand, and have no room for them
     // The products overwrite s; but the fence would keep the weights of the tile before until here.
     fill_zero(s);
     wgmma_fence(registers_of(s), q_regs);
@@ -425,7 +425,7 @@ struct Warpgroup {
         keys = wgmma_descriptor_advance<PairTile::BYTES>(
             AlongColumns<PairTile>::descriptor(smem + SMEM_PAIR), place.pair());
       }
-      tie_registers(keys);
+      pin_registers(keys);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < PANELS; ++i) {
@@ -450,7 +450,7 @@ struct Warpgroup {
   FG_DEVICE uint64_t values_of(int which) const {
     uint64_t values = wgmma_descriptor_advance<SlotTile::BYTES>(
         AlongRows<SlotTile>::descriptor(smem + SMEM_SLOTS), at.anew().slot(which * SLOTS_PER_HALF));
-    tie_registers(values);
+    pin_registers(values);
     return values;
   }
 
@@ -488,7 +488,7 @@ struct Warpgroup {
     }
     uint64_t theirs = wgmma_descriptor_advance<PairTile::BYTES>(
         AlongColumns<PairTile>::descriptor(smem + SMEM_PAIR), at.pair());
-    tie_registers(theirs);
+    pin_registers(theirs);
     const uint64_t values = values_of(which);
     wgmma_fence(registers_of(o));
     uint64_t weight_steps[PANEL_STEPS], value_steps[PANEL_STEPS];

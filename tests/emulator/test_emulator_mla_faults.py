@@ -46,7 +46,7 @@ FEW = None if SOAK_RUNS else 2  # runs of each variant with what changes nothing
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "griddepcontrol_wait();"):
         "with fewer registers the compiler spills, and the result is the same",
-    ("wgmma_fence();", "tie_registers(keys);", "#pragma unroll"):
+    ("wgmma_fence();", "pin_registers(keys);", "#pragma unroll"):
         "for ptxas, which takes no products on trust that are issued behind a wait",
 }
 FILES = ("kernel", "latent_rows.cuh", "merge_shares.cuh", "segments.cuh")  # tried here; fa3 tries the others

@@ -62,7 +62,7 @@ FG_DEVICE void fill_zero(uint32_t (&operand)[N][4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       operand[n][i] = 0;
-      tie_registers(operand[n][i]);  // here: a constant would be set where products already run
+      pin_registers(operand[n][i]);  // here: a constant would be set where products already run
     }
 }
 
@@ -142,7 +142,7 @@ template <class Tile, int K_STEPS>
 FG_DEVICE void store_weights(unsigned char* tile, const uint32_t (&p)[K_STEPS][4]) {
   const int lane = threadIdx.x % WARP_SIZE, row = threadIdx.x % 128 / WARP_SIZE * 16 + lane % 16;
   uint32_t offset = Tile::offset(row, lane / 16);
-  tie_registers(offset);  // the steps of a panel differ by an XOR; each would get a register of its own
+  pin_registers(offset);  // the steps of a panel differ by an XOR; each would get a register of its own
 #pragma unroll
   for (int k = 0; k < K_STEPS; ++k)
     stmatrix_x4(tile + Tile::step(0, 2 * k) + (offset ^ (uint32_t)(2 * k % Tile::PANEL_CHUNKS * CHUNK_BYTES)), p[k]);

@@ -122,7 +122,7 @@ template <int ROWS, int COLS, int BARRIER, class Results, class End, class Write
 FG_DEVICE void merge_share(Results results, int parts, int part, int valid_rows, float* shared, End end_row, Write write) {
   constexpr int WARPS = 8;
   uint32_t thread = threadIdx.x;
-  tie_registers(thread);  // or what follows from it would be worked out before the main loop, which has no registers for it
+  pin_registers(thread);  // or what follows from it would be worked out before the main loop, which has no registers for it
   const int warp = first_lane(thread / WARP_SIZE) - 4, lane = thread % WARP_SIZE;
   const int row_warps = (valid_rows + 15) / 16;  // of each warpgroup, that had rows
   const int all_units = 2 * COLS / 8 * row_warps, inverse = 65536 / row_warps + 1;  // exact for so few units
