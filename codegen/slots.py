@@ -1,8 +1,8 @@
 """Slots: the places in a skeleton that a file choice fills. templates/slots/<slot>/<choice>.cuh.j2 for every row here.
 
 A slot's contract is the set of device functions its files define:
-  layout  struct Work, Work locate_work(p, tile), and the first rows of its tensors: v_rows, out_rows, lse_offset, each
-          of (p, work); `inputs` (fa2) has q_rows and k_rows
+  layout  struct TileCoord, TileCoord tile_coord(p, tile), and the first rows of its tensors: v_rows, out_rows and
+          lse_offset, each of (p, work); `inputs` (fa2) has q_rows and k_rows
   mask    KeyRange visible_keys(p, q_pos, seqlen_q, seqlen_kv), an interval that never moves left as q_pos grows;
           bool sees(keys, kv_pos), of that interval and a position, both counted from the same place
           (expression) int tile_class(p, work, first_row, last_row, tile), what of a tile the rows see;

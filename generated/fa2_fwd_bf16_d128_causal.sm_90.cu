@@ -70,15 +70,15 @@ static_assert(SMEM_WORK - SMEM_V >= NUM_STAGES * ValueTile::BYTES, "map and tile
 
 // layout: dense. q [batch, seqlen_q, num_heads_q, head_dim_qk], k and v likewise; lse [batch, num_heads_q,
 // seqlen_q].
-struct Work {
+struct TileCoord {
   int batch, head_q, m_tile;
   int seqlen_q, seqlen_kv;
 };
 
 // Query tiles fastest, then heads, then sequences, so that neighbouring blocks share K and V in L2; within
 // a sequence the last tile first, since under a causal mask it is the longest.
-FG_DEVICE Work locate_work(const Params& p, int tile) {
-  Work w;
+FG_DEVICE TileCoord tile_coord(const Params& p, int tile) {
+  TileCoord w;
   w.m_tile = p.m_tiles - 1 - tile % p.m_tiles;
   w.head_q = tile / p.m_tiles % p.num_heads_q;
   w.batch = tile / p.m_tiles / p.num_heads_q;
@@ -87,21 +87,21 @@ FG_DEVICE Work locate_work(const Params& p, int tile) {
   return w;
 }
 
-FG_DEVICE const Element* v_rows(const Params& p, const Work& w) {
+FG_DEVICE const Element* v_rows(const Params& p, const TileCoord& w) {
   return p.v + w.batch * p.v_batch_stride + w.head_q / p.heads_per_kv_head * p.v_head_stride;
 }
-FG_DEVICE Element* out_rows(const Params& p, const Work& w) {
+FG_DEVICE Element* out_rows(const Params& p, const TileCoord& w) {
   return p.out + w.batch * p.out_batch_stride + w.head_q * p.out_head_stride;
 }
-FG_DEVICE int64_t lse_offset(const Params& p, const Work& w) {
+FG_DEVICE int64_t lse_offset(const Params& p, const TileCoord& w) {
   return ((int64_t)w.batch * p.num_heads_q + w.head_q) * p.seqlen_q;
 }
 
 // inputs: dense. The rows of a sequence's queries and keys.
-FG_DEVICE const Element* q_rows(const Params& p, const Work& w) {
+FG_DEVICE const Element* q_rows(const Params& p, const TileCoord& w) {
   return p.q + w.batch * p.q_batch_stride + w.head_q * p.q_head_stride;
 }
-FG_DEVICE const Element* k_rows(const Params& p, const Work& w) {
+FG_DEVICE const Element* k_rows(const Params& p, const TileCoord& w) {
   return p.k + w.batch * p.k_batch_stride + w.head_q / p.heads_per_kv_head * p.k_head_stride;
 }
 
@@ -114,17 +114,17 @@ FG_DEVICE KeyRange visible_keys(const Params& p, int q_pos, int seqlen_q, int se
 // Whether a row with these keys sees the key at `col`, of which none lies left of what it sees.
 FG_DEVICE bool sees(KeyRange keys, int col) { return col <= keys.last; }
 
-static_assert(SMEM_BYTES - SMEM_WORK >= sizeof(Work), "map and tiles agree");
+static_assert(SMEM_BYTES - SMEM_WORK >= sizeof(TileCoord), "map and tiles agree");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS_PER_SM)
 fa2_fwd_bf16_d128_causal(const __grid_constant__ Params p) {
-  const Work work = locate_work(p, blockIdx.x);
+  const TileCoord work = tile_coord(p, blockIdx.x);
   if (work.m_tile < 0) return;
   unsigned char* const smem = dyn_smem();
   // What masked tiles and the epilogue need of it waits in shared memory: the main loop has no registers to
   // spare.
-  const Work& parked = *reinterpret_cast<const Work*>(smem + SMEM_WORK);
-  if (threadIdx.x == 0) *reinterpret_cast<Work*>(smem + SMEM_WORK) = work;
+  const TileCoord& parked = *reinterpret_cast<const TileCoord*>(smem + SMEM_WORK);
+  if (threadIdx.x == 0) *reinterpret_cast<TileCoord*>(smem + SMEM_WORK) = work;
   const int q_start = work.m_tile * BLOCK_M;
   const int valid_rows = min_int(work.seqlen_q - q_start, BLOCK_M);
   const KvTiles tiles = kv_tiles<BLOCK_N>(

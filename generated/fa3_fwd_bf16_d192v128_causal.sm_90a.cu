@@ -114,15 +114,15 @@ static_assert(BLOCK_M == 64 * WARPGROUPS && NUM_THREADS == 128 * (WARPGROUPS + 1
 
 // layout: dense. q [batch, seqlen_q, num_heads_q, head_dim_qk], k and v likewise; lse [batch, num_heads_q,
 // seqlen_q].
-struct Work {
+struct TileCoord {
   int batch, head_q, m_tile;
   int seqlen_q, seqlen_kv;
 };
 
 // Query tiles fastest, then heads, then sequences, so that neighbouring blocks share K and V in L2; within
 // a sequence the last tile first, since under a causal mask it is the longest.
-FG_DEVICE Work locate_work(const Params& p, int tile) {
-  Work w;
+FG_DEVICE TileCoord tile_coord(const Params& p, int tile) {
+  TileCoord w;
   w.m_tile = p.m_tiles - 1 - tile % p.m_tiles;
   w.head_q = tile / p.m_tiles % p.num_heads_q;
   w.batch = tile / p.m_tiles / p.num_heads_q;
@@ -131,33 +131,34 @@ FG_DEVICE Work locate_work(const Params& p, int tile) {
   return w;
 }
 
-FG_DEVICE const Element* v_rows(const Params& p, const Work& w) {
+FG_DEVICE const Element* v_rows(const Params& p, const TileCoord& w) {
   return p.v + w.batch * p.v_batch_stride + w.head_q / p.heads_per_kv_head * p.v_head_stride;
 }
-FG_DEVICE Element* out_rows(const Params& p, const Work& w) {
+FG_DEVICE Element* out_rows(const Params& p, const TileCoord& w) {
   return p.out + w.batch * p.out_batch_stride + w.head_q * p.out_head_stride;
 }
-FG_DEVICE int64_t lse_offset(const Params& p, const Work& w) {
+FG_DEVICE int64_t lse_offset(const Params& p, const TileCoord& w) {
   return ((int64_t)w.batch * p.num_heads_q + w.head_q) * p.seqlen_q;
 }
 
 // coordinates: dense. Where a sequence's rows are in the tensor maps [head_dim, seqlen, num_heads, batch].
-FG_DEVICE int map_q_row(const Work& w) { return 0; }
-FG_DEVICE int map_kv_row(const Work& w) { return 0; }
-FG_DEVICE int map_batch(const Work& w) { return w.batch; }
+FG_DEVICE int map_q_row(const TileCoord& w) { return 0; }
+FG_DEVICE int map_kv_row(const TileCoord& w) { return 0; }
+FG_DEVICE int map_batch(const TileCoord& w) { return w.batch; }
 
 // rows: plain. Row r of a head is its query r; a warpgroup has 64 of them.
 FG_DEVICE int group_queries(const Params& p) { return 64; }
-// Of a warpgroup's rows from `first` on, those that exist; may be negative.
-FG_DEVICE int rows_from(const Params& p, const Work& w, int first) { return min_int(w.seqlen_q - first, 64); }
-FG_DEVICE Element* out_row(const Params& p, const Work& w, int row) {
+// The number of a warpgroup's rows from row r on that exist. Zero or negative: none.
+FG_DEVICE int rows_from(const Params& p, const TileCoord& w, int r) { return min_int(w.seqlen_q - r, 64); }
+FG_DEVICE Element* out_row(const Params& p, const TileCoord& w, int row) {
   return out_rows(p, w) + row * p.out_row_stride;
 }
-FG_DEVICE int64_t lse_place(const Params& p, const Work& w, int row) { return lse_offset(p, w) + row; }
+FG_DEVICE int64_t lse_place(const Params& p, const TileCoord& w, int row) { return lse_offset(p, w) + row; }
 
 // Starts the copy of a warpgroup's rows. By one thread.
 template <class Tile>
-FG_DEVICE void load_query_rows(const Params& p, unsigned char* tile, uint64_t* full, const Work& w, int q) {
+FG_DEVICE void load_query_rows(const Params& p, unsigned char* tile, uint64_t* full, const TileCoord& w,
+                               int q) {
   load_panels<Tile>(tile, &p.q_map, full, map_q_row(w) + q, w.head_q, map_batch(w), EVICT_FIRST);
 }
 
@@ -234,7 +235,7 @@ struct TileRange {
 // What the load warp announces to all others: a query tile, or a part of one, and its tiles of keys, which
 // it works out for everybody.
 struct Assignment {
-  Work work;
+  TileCoord work;
   int unit;                           // negative: there is no more
   TileRange range;                    // that are loaded
   TileRange whole;                    // of those, the ones that every row sees whole
@@ -245,12 +246,12 @@ struct Assignment {
 static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(Assignment), "map and tiles agree");
 
 // Tiles with keys that the queries [first, first + count) of a sequence see.
-FG_DEVICE KvTiles tiles_of_queries(const Params& p, const Work& w, int first, int count) {
+FG_DEVICE KvTiles tiles_of_queries(const Params& p, const TileCoord& w, int first, int count) {
   const int last = min_int(first + count, w.seqlen_q) - 1;
   return kv_tiles<BLOCK_N>(visible_keys(p, first, w.seqlen_q, w.seqlen_kv),
                            visible_keys(p, last, w.seqlen_q, w.seqlen_kv));
 }
-FG_DEVICE KvTiles tiles_of_work(const Params& p, const Work& w) {
+FG_DEVICE KvTiles key_tiles_of(const Params& p, const TileCoord& w) {
   const QuerySpan queries = queries_of(p, w);
   return tiles_of_queries(p, w, queries.first, queries.last - queries.first + 1);
 }
@@ -263,8 +264,8 @@ FG_DEVICE bool is_in(TileRange range, int tile) { return range.begin <= tile && 
 
 // The tiles that a unit loads: all that its rows see, and at least one, so that every stage of the
 // pipeline has something to do; a row that sees nothing of it masks it away.
-FG_DEVICE UnitTiles tiles_of_unit(const Params& p, const Work& w) {
-  const KvTiles all = tiles_of_work(p, w);
+FG_DEVICE UnitTiles tiles_of_unit(const Params& p, const TileCoord& w) {
+  const KvTiles all = key_tiles_of(p, w);
   UnitTiles tiles;
   tiles.range = {all.begin, max_int(all.end, all.begin + 1)};
   tiles.whole = {all.full_begin, all.full_end};
@@ -272,7 +273,7 @@ FG_DEVICE UnitTiles tiles_of_unit(const Params& p, const Work& w) {
 }
 
 // Writes an announcement, each lane a part. By the whole load warp.
-FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work, int unit,
+FG_DEVICE void write_assignment(Assignment& a, const Params& p, const TileCoord& work, int unit,
                                 const UnitTiles& unit_tiles) {
   const int lane = threadIdx.x % WARP_SIZE;
   const TileRange range = unit_tiles.range;
@@ -321,9 +322,9 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   int row = -1, head = 0, batch = 0;  // of the keys loaded last, whose values are due
   int unit = blockIdx.x;
   while (true) {
-    Work work = {};
+    TileCoord work = {};
     while (unit < p.num_units) {
-      work = locate_work(p, ordered_tile(p, unit));
+      work = tile_coord(p, ordered_tile(p, unit));
       if (work.m_tile >= 0) break;  // not a tile set aside for a sequence that needs fewer
       unit = first_lane(next_unit(p, unit));
     }
@@ -470,7 +471,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   while (true) {  // the first tile's scores are there
     const int warpgroup = this_warpgroup();
     const Assignment& a = assignments.current();
-    const Work& work = a.work;
+    const TileCoord& work = a.work;
     int first_row = first_lane(a.first_query[warpgroup]);
     const int row = first_row + lane_row;
     int tile = first_lane(a.range.begin);

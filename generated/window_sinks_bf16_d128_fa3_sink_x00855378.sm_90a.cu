@@ -120,15 +120,15 @@ static_assert(BLOCK_M == 64 * WARPGROUPS && NUM_THREADS == 128 * (WARPGROUPS + 1
 
 // layout: dense. q [batch, seqlen_q, num_heads_q, head_dim_qk], k and v likewise; lse [batch, num_heads_q,
 // seqlen_q].
-struct Work {
+struct TileCoord {
   int batch, head_q, m_tile;
   int seqlen_q, seqlen_kv;
 };
 
 // Query tiles fastest, then heads, then sequences, so that neighbouring blocks share K and V in L2; within
 // a sequence the last tile first, since under a causal mask it is the longest.
-FG_DEVICE Work locate_work(const Params& p, int tile) {
-  Work w;
+FG_DEVICE TileCoord tile_coord(const Params& p, int tile) {
+  TileCoord w;
   w.m_tile = p.m_tiles - 1 - tile % p.m_tiles;
   w.head_q = tile / p.m_tiles % p.num_heads_q;
   w.batch = tile / p.m_tiles / p.num_heads_q;
@@ -137,38 +137,39 @@ FG_DEVICE Work locate_work(const Params& p, int tile) {
   return w;
 }
 
-FG_DEVICE const Element* v_rows(const Params& p, const Work& w) {
+FG_DEVICE const Element* v_rows(const Params& p, const TileCoord& w) {
   return p.v + w.batch * p.v_batch_stride + w.head_q / p.heads_per_kv_head * p.v_head_stride;
 }
-FG_DEVICE Element* out_rows(const Params& p, const Work& w) {
+FG_DEVICE Element* out_rows(const Params& p, const TileCoord& w) {
   return p.out + w.batch * p.out_batch_stride + w.head_q * p.out_head_stride;
 }
-FG_DEVICE int64_t lse_offset(const Params& p, const Work& w) {
+FG_DEVICE int64_t lse_offset(const Params& p, const TileCoord& w) {
   return ((int64_t)w.batch * p.num_heads_q + w.head_q) * p.seqlen_q;
 }
 
 // coordinates: dense. Where a sequence's rows are in the tensor maps [head_dim, seqlen, num_heads, batch].
-FG_DEVICE int map_q_row(const Work& w) { return 0; }
-FG_DEVICE int map_kv_row(const Work& w) { return 0; }
-FG_DEVICE int map_batch(const Work& w) { return w.batch; }
+FG_DEVICE int map_q_row(const TileCoord& w) { return 0; }
+FG_DEVICE int map_kv_row(const TileCoord& w) { return 0; }
+FG_DEVICE int map_batch(const TileCoord& w) { return w.batch; }
 
 // rows: plain. Row r of a head is its query r; a warpgroup has 64 of them.
 FG_DEVICE int group_queries(const Params& p) { return 64; }
-// Of a warpgroup's rows from `first` on, those that exist; may be negative.
-FG_DEVICE int rows_from(const Params& p, const Work& w, int first) { return min_int(w.seqlen_q - first, 64); }
-FG_DEVICE Element* out_row(const Params& p, const Work& w, int row) {
+// The number of a warpgroup's rows from row r on that exist. Zero or negative: none.
+FG_DEVICE int rows_from(const Params& p, const TileCoord& w, int r) { return min_int(w.seqlen_q - r, 64); }
+FG_DEVICE Element* out_row(const Params& p, const TileCoord& w, int row) {
   return out_rows(p, w) + row * p.out_row_stride;
 }
-FG_DEVICE int64_t lse_place(const Params& p, const Work& w, int row) { return lse_offset(p, w) + row; }
+FG_DEVICE int64_t lse_place(const Params& p, const TileCoord& w, int row) { return lse_offset(p, w) + row; }
 
 // Starts the copy of a warpgroup's rows. By one thread.
 template <class Tile>
-FG_DEVICE void load_query_rows(const Params& p, unsigned char* tile, uint64_t* full, const Work& w, int q) {
+FG_DEVICE void load_query_rows(const Params& p, unsigned char* tile, uint64_t* full, const TileCoord& w,
+                               int q) {
   load_panels<Tile>(tile, &p.q_map, full, map_q_row(w) + q, w.head_q, map_batch(w), EVICT_FIRST);
 }
 
 // mask: expression. (kv_pos < num_sink or q_pos - kv_pos < window) and kv_pos <= q_pos
-FG_DEVICE int aligned(const Params& p, const Work& work, int row) {
+FG_DEVICE int aligned(const Params& p, const TileCoord& work, int row) {
   return row + (p.align_bottom_right ? work.seqlen_kv - work.seqlen_q : 0);
 }
 
@@ -177,14 +178,14 @@ struct TileRows {
   Span q_span;
 };
 // Of rows first_row .. last_row, which exist.
-FG_DEVICE TileRows tile_rows(const Params& p, const Work& work, int first_row, int last_row) {
+FG_DEVICE TileRows tile_rows(const Params& p, const TileCoord& work, int first_row, int last_row) {
   TileRows rows = {};
   rows.q_span = {aligned(p, work, first_row), aligned(p, work, last_row)};
   return rows;
 }
 
 // Bits SEEN and HIDDEN of the keys of tiles first .. last for some rows.
-FG_DEVICE int tile_class(const Params& p, const Work& work, const TileRows& rows, int first, int last) {
+FG_DEVICE int tile_class(const Params& p, const TileCoord& work, const TileRows& rows, int first, int last) {
   const int end = last * BLOCK_N + BLOCK_N;
   [[maybe_unused]] const Span kv_span = {first * BLOCK_N, min_int(end, work.seqlen_kv) - 1};
   const int found = truth_and(truth_or(span_lt(kv_span, span_of(p.user_num_sink)),
@@ -196,12 +197,12 @@ FG_DEVICE int tile_class(const Params& p, const Work& work, const TileRows& rows
 // One query row, and whether it sees a key.
 struct RowSight {
   const Params& p;
-  const Work& work;
+  const TileCoord& work;
   int row;
 };
 FG_DEVICE bool holds(const RowSight& sight, int kv_pos) {
   [[maybe_unused]] const Params& p = sight.p;
-  const Work& work = sight.work;
+  const TileCoord& work = sight.work;
   [[maybe_unused]] const int q_pos = aligned(p, work, sight.row);
   return kv_pos < work.seqlen_kv && ((kv_pos < p.user_num_sink || q_pos - kv_pos < p.user_window) && kv_pos
           <= q_pos);
@@ -209,7 +210,7 @@ FG_DEVICE bool holds(const RowSight& sight, int kv_pos) {
 
 // Sets the scores of hidden keys to -inf. `row` and `kv_pos` are those of this lane's element s[0][0][0].
 template <int M, int N>
-FG_DEVICE void hide_scores(float (&s)[M][N][4], const Params& p, const Work& work, int row,
+FG_DEVICE void hide_scores(float (&s)[M][N][4], const Params& p, const TileCoord& work, int row,
                            int first_kv_pos) {
   const int first_q_pos = aligned(p, work, row);
 #pragma unroll
@@ -290,7 +291,7 @@ FG_DEVICE void meet(const Params& p) { bar_sync_of(0, p.block_rows * 2 + 128); }
 // What the load warp announces to all others: a query tile. Its tiles of keys follow one by one, with the
 // keys.
 struct Assignment {
-  Work work;
+  TileCoord work;
   int unit;                           // negative: there is no more
   int poisoned[CLEAN_WARPS];          // by clean warp: whether the others held an infinity or a NaN
   int first_query[WARPGROUPS];        // of each warpgroup; past the end if it has none
@@ -298,7 +299,7 @@ struct Assignment {
 static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(Assignment), "map and tiles agree");
 
 // Writes an announcement, each lane a part. By the whole load warp.
-FG_DEVICE void write_assignment(Assignment& a, const Params& p, const Work& work, int unit) {
+FG_DEVICE void write_assignment(Assignment& a, const Params& p, const TileCoord& work, int unit) {
   const int lane = threadIdx.x % WARP_SIZE;
   if (lane < WARPGROUPS) a.first_query[lane] = first_query(p, work, lane);
   if (lane == 0) {
@@ -335,9 +336,9 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   int due = -1;                      // and their word
   int unit = blockIdx.x;
   while (true) {  // units are query tiles: none is split
-    Work work = {};
+    TileCoord work = {};
     while (unit < p.num_units) {
-      work = locate_work(p, ordered_tile(p, unit));
+      work = tile_coord(p, ordered_tile(p, unit));
       if (work.m_tile >= 0) break;  // not a tile set aside for a sequence that needs fewer
       unit = first_lane(next_unit(p, unit));
     }
@@ -528,7 +529,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   while (true) {  // the first tile's scores are there
     const int warpgroup = this_warpgroup();
     const Assignment& a = assignments.current();
-    const Work& work = a.work;
+    const TileCoord& work = a.work;
     int first_row = first_lane(a.first_query[warpgroup]);
     const int row = first_row + lane_row;
     const auto visible = [&](int row) { return RowSight{p, work, row}; };

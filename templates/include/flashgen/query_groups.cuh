@@ -5,22 +5,22 @@
 #include "flashgen/divisor.cuh"
 
 // The first group of queries of a tile: each warpgroup has a group.
-template <class Params, class Work>
-FG_DEVICE int first_group(const Params& p, const Work& w) {
+template <class Params, class TileCoord>
+FG_DEVICE int first_group(const Params& p, const TileCoord& w) {
   const int groups = (w.seqlen_q + group_queries(p) - 1) / group_queries(p);
   return groups <= p.warpgroups ? 0 : groups - (64 * (groups - 1) / p.block_rows + 1 - w.m_tile) * p.warpgroups;
 }
 // The first of a warpgroup's queries; past the end if it has none.
-template <class Params, class Work>
-FG_DEVICE int first_query(const Params& p, const Work& w, int warpgroup) {
+template <class Params, class TileCoord>
+FG_DEVICE int first_query(const Params& p, const TileCoord& w, int warpgroup) {
   const int group = first_group(p, w) + warpgroup;
   return group < 0 ? w.seqlen_q : group * group_queries(p);
 }
 struct QuerySpan {
   int first, last;
 };
-template <class Params, class Work>
-FG_DEVICE QuerySpan queries_of(const Params& p, const Work& w) {
+template <class Params, class TileCoord>
+FG_DEVICE QuerySpan queries_of(const Params& p, const TileCoord& w) {
   const int group = first_group(p, w), queries = group_queries(p);
   return {max_int(group, 0) * queries, min_int((group + p.warpgroups) * queries, w.seqlen_q) - 1};
 }
