@@ -11,7 +11,7 @@ A slot's contract is the set of device functions its files define:
   order   (persistent grids) int next_unit(p, unit), known to lane 0, and int ordered_tile(p, tile): which comes when
   cache   (flashmla) CacheRow cache_row(p, request, key): the page of a key and its row in it
   copy    (flashmla) struct CacheCopy, which copies tiles of keys: find, start and flush, by each of COPY_WARPS warps
-  rows    (fa3) what the rows of query tiles are: group_queries(p) of a warpgroup; rows_from(p, work, row), those that
+  rows    (fa3) what the rows of query tiles are: queries_per_warpgroup(p); rows_from(p, work, row), those that
           exist; of row r out_row and lse_place(p, work, r); load_query_rows(p, tile, barrier, work, first query)
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
@@ -108,7 +108,7 @@ WEIGHTS = ("registers", "shared")  # where the A operand of the value product is
 ROWS: dict[str, tuple[Param, ...]] = {
     "plain": (),
     "packed": (Param("num_heads_kv", "divisor", "heads of keys and values"),
-               Param("group_queries", "divisor", "of a warpgroup: as many as fit into 64 rows, with all heads")),
+               Param("queries_per_warpgroup", "divisor", "as many as fit into 64 rows, with all heads")),
 }
 
 SLOTS: dict[str, tuple[str, ...]] = {

@@ -93,8 +93,8 @@ struct Params {
   float scale_log2;  // softmax_scale * log2(e)
   int32_t warpgroups;  // that multiply, in this launch
   Divisor block_rows;  // 64 * warpgroups
-  int32_t turn_threads;  // that meet for a turn: of two warpgroups, or of the only one
-  int32_t num_units;  // of work: query tiles of all heads and sequences, or parts
+  int32_t pingpong_threads;  // at a pingpong barrier: of two warpgroups, or of the only one
+  int32_t num_work_tiles;  // query tiles of all heads and sequences, or their splits
   Divisor heads_per_section;  // query heads whose keys and values L2 holds together
   int32_t heads_before_the_end;  // in whole sections
   Divisor heads_at_the_end;  // in the last section
@@ -147,7 +147,7 @@ FG_DEVICE int map_kv_row(const TileCoord& w) { return 0; }
 FG_DEVICE int map_batch(const TileCoord& w) { return w.batch; }
 
 // rows: plain. Row r of a head is its query r; a warpgroup has 64 of them.
-FG_DEVICE int group_queries(const Params& p) { return 64; }
+FG_DEVICE int queries_per_warpgroup(const Params& p) { return 64; }
 // The number of a warpgroup's rows from row r on that exist. Zero or negative: none.
 FG_DEVICE int rows_from(const Params& p, const TileCoord& w, int r) { return min_int(w.seqlen_q - r, 64); }
 FG_DEVICE Element* out_row(const Params& p, const TileCoord& w, int row) {
@@ -279,7 +279,7 @@ FG_DEVICE void write_assignment(Assignment& a, const Params& p, const TileCoord&
   const TileRange range = unit_tiles.range;
   if (lane < WARPGROUPS) {
     const int first = first_query(p, work, lane);
-    KvTiles tiles = tiles_of_queries(p, work, first, group_queries(p));
+    KvTiles tiles = tiles_of_queries(p, work, first, queries_per_warpgroup(p));
     tiles.end = first < work.seqlen_q ? clamp_int(tiles.end, range.begin + 1, range.end) : range.begin + 1;
     a.first_query[lane] = first;
     a.warpgroup[lane] = tiles;
@@ -323,14 +323,14 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   int unit = blockIdx.x;
   while (true) {
     TileCoord work = {};
-    while (unit < p.num_units) {
+    while (unit < p.num_work_tiles) {
       work = tile_coord(p, ordered_tile(p, unit));
       if (work.m_tile >= 0) break;  // not a tile set aside for a sequence that needs fewer
       unit = first_lane(next_unit(p, unit));
     }
     UnitTiles tiles = tiles_of_unit(p, work);
     if (row < 0) meet(p);
-    if (unit >= p.num_units) break;
+    if (unit >= p.num_work_tiles) break;
     const TileRange range = tiles.range;
     write_assignment(works.free(), p, work, unit, tiles);
     works.announce();
@@ -461,7 +461,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   const int my_turn = TURN_BARRIER + this_warpgroup();
   const bool last_turn = this_warpgroup() == p.warpgroups - 1;
   const int next_turn = last_turn ? TURN_BARRIER : my_turn + 1;
-  if (last_turn) bar_arrive_of(next_turn, p.turn_threads);
+  if (last_turn) bar_arrive_of(next_turn, p.pingpong_threads);
   uint64_t q_desc = wait_for_queries();
   keys.wait_full(barriers + K_FULL);
   start_scores(q_desc, keys.stage);
@@ -491,10 +491,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     rows.settle();
     for (; tile < whole_end(); ++tile) {
       keys.wait_full(barriers + K_FULL);
-      bar_sync_of(my_turn, p.turn_threads);
+      bar_sync_of(my_turn, p.pingpong_threads);
       start_scores(q_desc, keys.stage);
       start_values();
-      bar_arrive_of(next_turn, p.turn_threads);
+      bar_arrive_of(next_turn, p.pingpong_threads);
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
       Rescale rescale = relate_stale<Element>(s, rows, p.scale_log2);
@@ -507,10 +507,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     // ---- tiles that the mask cuts on the right: masked
     for (; tile < tiles.end; ++tile) {
       keys.wait_full(barriers + K_FULL);
-      bar_sync_of(my_turn, p.turn_threads);
+      bar_sync_of(my_turn, p.pingpong_threads);
       start_scores(q_desc, keys.stage);
       start_values();
-      bar_arrive_of(next_turn, p.turn_threads);
+      bar_arrive_of(next_turn, p.pingpong_threads);
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
       mask_scores(s, row, tile * BLOCK_N + lane_col, visible);
@@ -531,8 +531,8 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       wait_for_values<0>(o, weights);
       release(barriers + V_EMPTY, values);
       for (int i = 0; i < skipped; ++i) {
-        bar_sync_of(my_turn, p.turn_threads);
-        bar_arrive_of(next_turn, p.turn_threads);
+        bar_sync_of(my_turn, p.pingpong_threads);
+        bar_arrive_of(next_turn, p.pingpong_threads);
         keys.wait_full(barriers + K_FULL);
         release(barriers + K_EMPTY, keys);
         advance();
@@ -584,7 +584,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     release(barriers + K_EMPTY, keys);
     advance();
   }
-  if (this_warpgroup() == 0) bar_sync_of(my_turn, p.turn_threads);  // the turn that nobody takes any more
+  if (this_warpgroup() == 0) bar_sync_of(my_turn, p.pingpong_threads);  // the turn that nobody takes any more
   if (lane == 0) bulk_wait<0>();
 }
 

@@ -29,7 +29,7 @@ constexpr int SLOT_COLS = 128;  // columns of a piece of a tile: what is loaded 
 constexpr int NUM_SLOTS = 10;  // pieces in shared memory
 constexpr int SMEM_QUERY_PANELS = 6;  // of 64 columns of the queries in shared memory
 constexpr int REGISTER_QUERY_PANELS = 3;  // of them in registers: the last
-constexpr int HEAD_DIM_QK = 576;  // columns of the cache: latent, then rotary
+constexpr int HEAD_DIM_QK = 576;  // columns of the cache: latent, then RoPE
 constexpr int HALF_COLS = 256;  // columns of the output that a warpgroup holds
 constexpr int SEGMENTS = 8;  // announced at most: two tiles ahead and two behind, and the next
 constexpr int RECORD_WORDS = 16;  // words of a block's record in the schedule
@@ -44,7 +44,7 @@ constexpr int MMA_REGISTERS = 240;  // per thread that multiplies: what the othe
 
 // Shared memory of one block: where each region begins, and how many bytes it has.
 constexpr int SMEM_SLOTS = 0;  // 163840: 10 pieces of 128 columns of 64 keys
-constexpr int SMEM_PAIR = 163840;  // 16384: rotary columns of two tiles, then the weights in their place
+constexpr int SMEM_PAIR = 163840;  // 16384: RoPE columns of two tiles, then the weights in their place
 constexpr int SMEM_Q = 180224;  // 49152: the first 6 panels of the queries
 constexpr int SMEM_REFERENCES = 229376;  // 512: [2 tiles][row] what the weights are relative to
 constexpr int SMEM_RAISED = 229888;  // 32: [2 tiles][warp] whether it has changed
@@ -56,7 +56,7 @@ constexpr int SMEM_BYTES = 231992;
 // mbarriers, by their place in region BARRIERS: [how many], arrivals that complete each: what that says
 constexpr int SLOT_FULL = 0;  // [10], 1: a piece of a tile has landed
 constexpr int SLOT_EMPTY = 10;  // [10], 4: the warpgroup whose output columns it is has multiplied it
-constexpr int PAIR_FULL = 20;  // [2], 1: the rotary columns of a tile have landed
+constexpr int PAIR_FULL = 20;  // [2], 1: the RoPE columns of a tile have landed
 constexpr int PAIR_EMPTY = 22;  // [2], 4: the other warpgroup has used the weights that took their place
 constexpr int WEIGHTS_FULL = 24;  // [2], 4: the weights of a tile are there, and their reference
 constexpr int ANNOUNCED = 26;  // [1], 1: the next segment is announced
@@ -67,7 +67,7 @@ constexpr int PARTS_FULL = 29;  // [2], 1: all parts of the block's first reques
 struct Params {
   TensorMap q_map;  // of q: [64, rows, panels, batch]
   TensorMap kv_map;  // of kv: [64, rows, panels, pages]
-  TensorMap rotary_map;  // of kv: [64, rows, panels, pages]
+  TensorMap rope_map;  // of kv: [64, rows, panels, pages]
   const Element* q;  // [batch, q_rows, head_dim_qk]
   const Element* kv;  // [num_pages, page_size, head_dim_qk]
   Element* out;  // [batch, q_rows, head_dim_v], contiguous
@@ -85,7 +85,7 @@ struct Params {
   int32_t seqlen_q;  // new tokens of each request
   int32_t max_pages;  // columns of the page table
   Divisor page_size;  // rows of a page
-  int32_t hidden_keys;  // last keys that the first token does not see: seqlen_q - 1 if causal, else 0
+  int32_t masked_keys;  // last keys that the first token does not see: seqlen_q - 1 if causal, else 0
   int32_t lse_counts_sink;  // 1: lse has the sink in it
   float scale_log2;  // softmax_scale * log2(e)
 };
@@ -93,7 +93,7 @@ static_assert(sizeof(Params) == 576, "the host packs exactly these bytes");
 
 using QueryTile = TileShape<BLOCK_M, 64 * SMEM_QUERY_PANELS>;
 using SlotTile = TileShape<BLOCK_N, SLOT_COLS>;  // a piece of a tile of the cache: loaded and freed at once
-using PairTile = TileShape<BLOCK_N, 64>;         // rotary columns of a tile, then the weights in their place
+using PairTile = TileShape<BLOCK_N, 64>;         // RoPE columns of a tile, then the weights in their place
 static_assert(SMEM_PAIR - SMEM_SLOTS >= NUM_SLOTS * SlotTile::BYTES, "map and tiles agree");
 static_assert(SMEM_Q - SMEM_PAIR >= 2 * PairTile::BYTES && BLOCK_M == BLOCK_N, "map and tiles agree");
 static_assert(SMEM_REFERENCES - SMEM_Q >= QueryTile::BYTES, "map and tiles agree");
@@ -107,7 +107,7 @@ FG_DEVICE Segment& segment_at(unsigned char* smem, int index) {
 constexpr int SLOTS_PER_HALF = HALF_COLS / SLOT_COLS, SLOTS_PER_TILE = 2 * SLOTS_PER_HALF;
 static_assert(NUM_SLOTS % SLOTS_PER_HALF == 0, "the pieces of a half lie side by side");
 
-// Where a tile of the stream lies, and the parities of its barriers: pieces in a ring of slots, rotary
+// Where a tile of the stream lies, and the parities of its barriers: pieces in a ring of slots, RoPE
 // columns and weights in one of two places. Worked out anew each time: the products leave few registers.
 struct Place {
   uint32_t tile;
@@ -150,7 +150,7 @@ struct CacheCopy {
       : p(p), smem(smem), barriers(barriers) {
     if (!issues) return;
     prefetch_tensormap(&p.kv_map);
-    prefetch_tensormap(&p.rotary_map);
+    prefetch_tensormap(&p.rope_map);
   }
 
   FG_DEVICE void find(int request, int first_key, int) { from = cache_row(p, request, first_key); }
@@ -172,7 +172,7 @@ struct CacheCopy {
     if (issues) {
       uint64_t* const full = barriers + PAIR_FULL + at.pair();
       mbarrier_arrive_expect_tx(full, PairTile::BYTES);
-      tma_load_4d(smem + SMEM_PAIR + at.pair() * PairTile::BYTES, &p.rotary_map, full, 0, here.row,
+      tma_load_4d(smem + SMEM_PAIR + at.pair() * PairTile::BYTES, &p.rope_map, full, 0, here.row,
                   2 * (HALF_COLS / 64), here.page, EVICT_FIRST);
     }
   }
@@ -512,25 +512,25 @@ struct Warpgroup {
   // tile's first on; `first`: of its segment.
   FG_DEVICE Rescale make_weights(const Place& place, int keys, bool first) {
     if (first) rows = StaleRows::unseen();
-    if (keys - p.hidden_keys < BLOCK_N) {
+    if (keys - p.masked_keys < BLOCK_N) {
       const Visible visible(p, keys, segment().first_row + lane_row);
-      if (p.hidden_keys > 0)
-        spread_nonfinite<Element, HALF_COLS>(rows, smem, place, visible, max_int(keys - p.hidden_keys, 0),
+      if (p.masked_keys > 0)
+        spread_nonfinite<Element, HALF_COLS>(rows, smem, place, visible, max_int(keys - p.masked_keys, 0),
                                              min_int(keys, BLOCK_N));
       hide_keys(s, visible, 2 * (lane % 4));
     }
     const Rescale rescale = relate_checked<Element>(s, rows, p.scale_log2);
     exponentiate(s, rows);
     pack_weights<Element>(weights, s);
-    bar_sync_at<128>(SCORES_BARRIER + half);  // the products of all warps have read the rotary columns
+    bar_sync_at<128>(SCORES_BARRIER + half);  // the products of all warps have read the RoPE columns
     store_weights<PairTile>(smem + SMEM_PAIR + place.pair() * PairTile::BYTES, weights);
     if (lane % 4 == 0 && (first || rescale.any)) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) subtrahends()[place.pair() * BLOCK_M + 8 * h] = rows.subtrahend[0][h];
     }
     if (lane == 0) raised()[place.pair() * 4] = rescale.any;
-    if (keys - p.hidden_keys < BLOCK_N) {
-      silence_nonfinite<Element, HALF_COLS>(smem, place, max_int(keys - p.hidden_keys, 0),
+    if (keys - p.masked_keys < BLOCK_N) {
+      silence_nonfinite<Element, HALF_COLS>(smem, place, max_int(keys - p.masked_keys, 0),
                                             min_int(keys, BLOCK_N));
 #pragma unroll 1
       for (int piece = 0; piece < SLOTS_PER_TILE; ++piece)
@@ -540,7 +540,7 @@ struct Warpgroup {
     sync_warp();
     release(barriers + WEIGHTS_FULL + place.pair());
     // Rows that other warps clear, before the own values.
-    if (keys - p.hidden_keys < BLOCK_N)
+    if (keys - p.masked_keys < BLOCK_N)
       mbarrier_wait_parity(barriers + WEIGHTS_FULL + place.pair(), place.pair_round());
     return rescale;
   }

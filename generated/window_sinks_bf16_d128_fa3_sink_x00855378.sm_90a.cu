@@ -97,8 +97,8 @@ struct Params {
   float scale_log2;  // softmax_scale * log2(e)
   int32_t warpgroups;  // that multiply, in this launch
   Divisor block_rows;  // 64 * warpgroups
-  int32_t turn_threads;  // that meet for a turn: of two warpgroups, or of the only one
-  int32_t num_units;  // of work: query tiles of all heads and sequences, or parts
+  int32_t pingpong_threads;  // at a pingpong barrier: of two warpgroups, or of the only one
+  int32_t num_work_tiles;  // query tiles of all heads and sequences, or their splits
   Divisor heads_per_section;  // query heads whose keys and values L2 holds together
   int32_t heads_before_the_end;  // in whole sections
   Divisor heads_at_the_end;  // in the last section
@@ -153,7 +153,7 @@ FG_DEVICE int map_kv_row(const TileCoord& w) { return 0; }
 FG_DEVICE int map_batch(const TileCoord& w) { return w.batch; }
 
 // rows: plain. Row r of a head is its query r; a warpgroup has 64 of them.
-FG_DEVICE int group_queries(const Params& p) { return 64; }
+FG_DEVICE int queries_per_warpgroup(const Params& p) { return 64; }
 // The number of a warpgroup's rows from row r on that exist. Zero or negative: none.
 FG_DEVICE int rows_from(const Params& p, const TileCoord& w, int r) { return min_int(w.seqlen_q - r, 64); }
 FG_DEVICE Element* out_row(const Params& p, const TileCoord& w, int row) {
@@ -337,13 +337,13 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   int unit = blockIdx.x;
   while (true) {  // units are query tiles: none is split
     TileCoord work = {};
-    while (unit < p.num_units) {
+    while (unit < p.num_work_tiles) {
       work = tile_coord(p, ordered_tile(p, unit));
       if (work.m_tile >= 0) break;  // not a tile set aside for a sequence that needs fewer
       unit = first_lane(next_unit(p, unit));
     }
     if (due < 0) meet(p);
-    if (unit >= p.num_units) break;
+    if (unit >= p.num_work_tiles) break;
     write_assignment(works.free(), p, work, unit);
     works.announce();
     const QuerySpan rows = queries_of(p, work);
@@ -517,7 +517,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   const int my_turn = TURN_BARRIER + this_warpgroup();
   const bool last_turn = this_warpgroup() == p.warpgroups - 1;
   const int next_turn = last_turn ? TURN_BARRIER : my_turn + 1;
-  if (last_turn) bar_arrive_of(next_turn, p.turn_threads);
+  if (last_turn) bar_arrive_of(next_turn, p.pingpong_threads);
   uint64_t q_desc = wait_for_queries();
   keys.wait_full(barriers + K_FULL);
   int here = word_of_tile();
@@ -547,10 +547,10 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     // ---- tiles that some row of the block sees, from the last to the first
     while (!(here & TILE_LAST)) {
       keys.wait_full(barriers + K_FULL);
-      bar_sync_of(my_turn, p.turn_threads);
+      bar_sync_of(my_turn, p.pingpong_threads);
       if (here & NEXT_UNSEEN) {  // only the rows of other warpgroups see it: no scores, and weights of 0
         start_values();
-        bar_arrive_of(next_turn, p.turn_threads);
+        bar_arrive_of(next_turn, p.pingpong_threads);
         here = word_of_tile();
         release(barriers + K_EMPTY, keys);
         wait_for_values<0>(o, weights);
@@ -561,7 +561,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
       }
       start_scores(q_desc, keys.stage);
       start_values();
-      bar_arrive_of(next_turn, p.turn_threads);
+      bar_arrive_of(next_turn, p.pingpong_threads);
       here = word_of_tile();  // while the products run
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
@@ -623,7 +623,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     release(barriers + K_EMPTY, keys);
     advance();
   }
-  if (this_warpgroup() == 0) bar_sync_of(my_turn, p.turn_threads);  // the turn that nobody takes any more
+  if (this_warpgroup() == 0) bar_sync_of(my_turn, p.pingpong_threads);  // the turn that nobody takes any more
   if (lane == 0) bulk_wait<0>();
 }
 

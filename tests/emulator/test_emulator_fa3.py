@@ -181,23 +181,23 @@ def test_grids_of_any_size(variant: str, sms: int) -> None:
             solve(spec, problem.make_inputs(), Schedule(policy, sms, resident=1 + sms % 4), f"{policy}, {sms} SMs")
 
 
-@pytest.mark.parametrize("tiles_per_part", [1, 2, 3])
+@pytest.mark.parametrize("tiles_per_split", [1, 2, 3])
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
-def test_any_number_of_parts(causal: bool | str, tiles_per_part: int) -> None:
+def test_any_number_of_parts(causal: bool | str, tiles_per_split: int) -> None:
     """Up to one for each tile of keys, more than are read at once; tiles of different lengths; some of one part."""
     def cut(num_tiles: int, lengths: dict[int, int], num_sms: int, *costs: object) -> tuple[split.Parts, float]:
         rest = sum(lengths.values())
-        units = sum(count * -(-length // tiles_per_part) for length, count in lengths.items())
-        return split.Parts(num_tiles - rest, tiles_per_part, -(-max(lengths, default=1) // tiles_per_part),
+        units = sum(count * -(-length // tiles_per_split) for length, count in lengths.items())
+        return split.Parts(num_tiles - rest, tiles_per_split, -(-max(lengths, default=1) // tiles_per_split),
                            num_tiles - rest + units), 0.0
 
     spec = small(causal=bool(causal), split=True)
     for seqlen_q, seqlen_kv in ((140, 40), (300, 100), (5, 500)):
         inputs = with_nans_in_v(problem_of(spec, seqlen_q, seqlen_kv, causal=causal).make_inputs())
         with mock.patch.object(split, "split_tail", cut), emulated_sms(7):
-            if tiles_per_part % 2:
+            if tiles_per_split % 2:
                 inputs = inputs.with_(v=torch.nan_to_num(inputs.v, 0.0, 1.0, -1.0))
-            solve(spec, inputs, Schedule("random", tiles_per_part), f"parts of {seqlen_q}, {seqlen_kv}")
+            solve(spec, inputs, Schedule("random", tiles_per_split), f"parts of {seqlen_q}, {seqlen_kv}")
 
 
 def test_the_host_plans_splits_of_its_own() -> None:
@@ -205,9 +205,9 @@ def test_the_host_plans_splits_of_its_own() -> None:
     def planned(spec: Spec, tiles: int, seqlen_kv: int = 2048) -> Mapping[str, int | float]:
         return program_of(lower(spec), Sizes(1, 128 * tiles, seqlen_kv, 1, 1), 4).step("fwd").values
 
-    assert planned(small(split=True), 5)["max_parts"] > 1 and planned(small(split=True), 5)["full_tiles"] == 4
-    assert planned(small(split=True, causal=True), 2)["max_parts"] > 1
-    assert planned(small(split=True, causal=True), 5, seqlen_kv=640)["max_parts"] == 1
+    assert planned(small(split=True), 5)["max_splits"] > 1 and planned(small(split=True), 5)["full_tiles"] == 4
+    assert planned(small(split=True, causal=True), 2)["max_splits"] > 1
+    assert planned(small(split=True, causal=True), 5, seqlen_kv=640)["max_splits"] == 1
     assert planned(small(kv_layout="varlen"), 5)["num_tiles"] == 7
 
 

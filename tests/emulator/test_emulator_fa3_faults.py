@@ -174,7 +174,8 @@ FAULTS = {
         "turns, output apart", "kernel", "", "if (tile >= tiles.full_end)", "if (tile > tiles.full_end)"),
     "quotients of divisors": ("packed", "divisor.cuh", "", ">> 32 >> by.shift", ">> 32 >> by.shift + 1"),
     "rows that hold no query": (
-        "packed", "kernel", "", "int row = p.group_queries * p.heads_per_kv_head; row < 64", "int row = 64; row < 64"),
+        "packed", "kernel", "", "int row = p.queries_per_warpgroup * p.heads_per_kv_head; row < 64",
+        "int row = 64; row < 64"),
     "rows of the next sequence overwritten": (
         "varlen", "kernel", "", "constexpr int STORED_ROWS = 16;", "constexpr int STORED_ROWS = 1;"),
     "a sequence's own rows": ("varlen", "kernel", "", "return w.kv_begin;", "return w.kv_begin + 1;"),
@@ -203,7 +204,7 @@ FAULTS_OF_FEW = {
                                             "K_EMPTY + i, 4 * WARPGROUPS)"),
     "parts of all that there could be": ("kernel", "parts * 4 * p.warpgroups)", "parts * SLABS)"),
     "queries of all that there could be": ("kernel", "int w = 0; w < p.warpgroups", "int w = 0; w < WARPGROUPS"),
-    "a turn for two": ("kernel", "bar_arrive_of(next_turn, p.turn_threads)", "bar_arrive_of(next_turn, 256)"),
+    "a turn for two": ("kernel", "bar_arrive_of(next_turn, p.pingpong_threads)", "bar_arrive_of(next_turn, 256)"),
     "a start for more than there are": ("kernel", "p.block_rows * 2 + 128", "NUM_THREADS"),
     "tiles as tall as they could be": ("query_groups.cuh", "64 * (groups - 1) / p.block_rows + 1",
                                        "(groups - 1) / 2 + 1"),

@@ -25,7 +25,7 @@ from flashgen.runtime.select.lookup import registry
 MUTATED: dict[str, Spec] = {
     "boxes": shipped("mla_h100_bf16_d576v512_paged64", "sm_90a"),
     "rows": shipped("mla_h100_bf16_d576v512_paged1", "sm_90a"),
-    "no rotary": shipped("mla_h100_fp16_d512", "sm_90a"),
+    "no RoPE": shipped("mla_h100_fp16_d512", "sm_90a"),
 }
 # Problem, SMs, schedule, what the last key holds. Several segments a block, of one to five tiles; cuts, also into more
 # parts than a merge has warps for; scores that grow; values that only some rows see.

@@ -225,7 +225,7 @@ def parts(spec: Spec, problem: Problem) -> int:
     assert isinstance(problem.seqlen_q, int) and isinstance(problem.seqlen_kv, int)
     sizes = Sizes(problem.batch, problem.seqlen_q, problem.seqlen_kv, problem.num_heads_q, problem.num_heads_kv,
                   window=problem.window)
-    return int(program_of(lower(spec), sizes, SMS).step("fwd").values["max_parts"])
+    return int(program_of(lower(spec), sizes, SMS).step("fwd").values["max_splits"])
 
 
 @over(SPLIT)

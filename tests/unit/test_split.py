@@ -61,7 +61,7 @@ def cut_tail(cut: Cutting, num_sms: int, **call: Any) -> Parts:
 ])
 def test_where_tiles_are_split(tiles: int, key_tiles: int, splits: bool) -> None:
     parts, saved = split_tail(tiles, {key_tiles: tiles % SMS} if tiles % SMS else {}, SMS, 10**4, FULL)
-    assert (parts.max_parts > 1) == (saved > 0) == splits
+    assert (parts.max_splits > 1) == (saved > 0) == splits
 
 
 @given(st.integers(0, 2000), st.integers(1, 200), st.lists(st.integers(1, 3000), max_size=20),
@@ -77,16 +77,16 @@ def test_splits_are_few_and_pay(full: int, num_sms: int, many: list[int], part_b
         return (math.ceil(parts / num_sms) * (STEP * size + ROUND_CLOCKS) + MERGE_CLOCKS
                 + parts * part_bytes * BYTE_CLOCKS)
 
-    if found.max_parts == 1:
+    if found.max_splits == 1:
         assert found == (tiles, 1, 1, tiles) and saved == 0
         return
-    assert found.full_tiles == full * num_sms and found.max_parts == math.ceil(longest / found.tiles_per_part)
-    assert found.num_units == full * num_sms + sum(math.ceil(length / found.tiles_per_part) for length in many)
-    assert found.max_parts <= MAX_PARTS and cost(found.tiles_per_part) < STEP * longest + ROUND_CLOCKS
-    assert saved == pytest.approx(STEP * longest + ROUND_CLOCKS - cost(found.tiles_per_part))
+    assert found.full_tiles == full * num_sms and found.max_splits == math.ceil(longest / found.tiles_per_split)
+    assert found.num_work_tiles == full * num_sms + sum(math.ceil(length / found.tiles_per_split) for length in many)
+    assert found.max_splits <= MAX_PARTS and cost(found.tiles_per_split) < STEP * longest + ROUND_CLOCKS
+    assert saved == pytest.approx(STEP * longest + ROUND_CLOCKS - cost(found.tiles_per_split))
     sizes = {math.ceil(longest / count) for count in range(2, min(MAX_PARTS, longest) + 1)}
     few = [size for size in sizes if sum(math.ceil(length / size) for length in many) <= MAX_ROUNDS * num_sms]
-    assert all(cost(found.tiles_per_part) <= cost(size) / 0.98 for size in few)
+    assert all(cost(found.tiles_per_split) <= cost(size) / 0.98 for size in few)
     assert 3 + len(many) <= counter_words(num_sms)
 
 
@@ -111,7 +111,7 @@ def chosen(row: dict[str, Any]) -> tuple[float, float]:
     rows, parts = cut_launch(kernels[kind], SMS, shape, splits=splits)
     timed = {int(name.split()[2]): us for name, us in row["us"].items()
              if name.startswith(f"{kind} {rows.warpgroups} ")}
-    count = parts.max_parts
+    count = parts.max_splits
     neighbours = [side(timed) for side in (
         lambda counts: max((c for c in counts if c <= count), default=0),
         lambda counts: min((c for c in counts if c >= count), default=0)) if side(timed)]
@@ -155,7 +155,7 @@ def test_rows_are_those_that_cost_least(batch: int, heads: int, seqlen_q: int, s
     shape = Shape(batch, seqlen_q, seqlen_kv, heads, 1, window=window)
     found, parts = cut_launch(FULL._replace(causal=causal), SMS, shape, splits=splits)
     tallest = Grid.of(FULL._replace(causal=causal), SMS, shape)
-    assert parts.num_units >= Grid.of(found, SMS, shape).tiles and (splits or parts.max_parts == 1)
+    assert parts.num_work_tiles >= Grid.of(found, SMS, shape).tiles and (splits or parts.max_splits == 1)
     if tallest.rounds > MANY_ROUNDS:
         assert found.rows == 192
     elif not splits:
@@ -199,8 +199,8 @@ def test_causal_tiles_are_as_long_as_the_kernel_finds_them(top_left: bool, heads
     for tile in range(found.full_tiles, heads * m_tiles):
         m_tile = m_tiles - 1 - ordered_tile(tile, m_tiles, **order) % m_tiles
         keys = min(spans[m_tile][1] + (0 if top_left else seqlen_kv - seqlen_q), seqlen_kv - 1) + 1
-        units += math.ceil(max(math.ceil(keys / 16), 1) / found.tiles_per_part)
-    assert found.num_units == units
+        units += math.ceil(max(math.ceil(keys / 16), 1) / found.tiles_per_split)
+    assert found.num_work_tiles == units
 
 
 def few(plan: Plan, num_sms: int, seqlen_kv: int = 1024) -> tuple[Step, int]:
@@ -214,15 +214,15 @@ def test_splits_bring_partials_and_blocks() -> None:
     plan = fa3_like()  # PARTIAL_FLOATS 32
     launch, floats = few(plan, 4)
     values = launch.values
-    assert (values["num_tiles"], values["full_tiles"], values["max_parts"], values["num_units"]) == (5, 4, 4, 8)
+    assert (values["num_tiles"], values["full_tiles"], values["max_splits"], values["num_work_tiles"]) == (5, 4, 4, 8)
     assert floats == 4 * 32 and launch.grid_x == 4 and launch.cooperative
     launch, floats = few(plan, 64)
     values = launch.values
-    assert values["full_tiles"] == 0 and values["max_parts"] > 1
-    assert launch.grid_x == values["num_units"] == 5 * values["max_parts"] <= 64
-    assert floats == 5 * values["max_parts"] * 32
+    assert values["full_tiles"] == 0 and values["max_splits"] > 1
+    assert launch.grid_x == values["num_work_tiles"] == 5 * values["max_splits"] <= 64
+    assert floats == 5 * values["max_splits"] * 32
     launch, floats = few(plan, 4, seqlen_kv=0)
-    assert (launch.values["full_tiles"], launch.values["max_parts"], floats, launch.grid_x) == (5, 1, 0, 4)
+    assert (launch.values["full_tiles"], launch.values["max_splits"], floats, launch.grid_x) == (5, 1, 0, 4)
     assert not launch.cooperative
 
 
@@ -230,21 +230,21 @@ def test_a_plan_without_partials_splits_nothing() -> None:
     plan = fa3_like(partials=False)
     assert not splits_keys(plan)
     launch, floats = few(plan, 4)
-    assert (launch.values["full_tiles"], launch.values["num_units"], floats, launch.grid_x) == (5, 5, 0, 4)
+    assert (launch.values["full_tiles"], launch.values["num_work_tiles"], floats, launch.grid_x) == (5, 5, 0, 4)
 
 
 def test_short_tiles_of_a_mask_have_fewer_parts() -> None:
     """And those that fit into one part are written by its block."""
     plan = plan_of("fa3", causal=True, split=True)
     values = step(plan, batch=1, seqlen_q=2048, seqlen_kv=2048, num_heads_q=2, num_heads_kv=2).values
-    assert values["full_tiles"] == 0 and values["num_units"] < values["num_tiles"] * values["max_parts"]
+    assert values["full_tiles"] == 0 and values["num_work_tiles"] < values["num_tiles"] * values["max_splits"]
 
 
 def test_few_tiles_are_cut_and_many_are_not() -> None:
     def cuts(num_sms: int, causal: bool, seqlen_kv: int = 4000) -> bool:
         cutting = cutting_of(plan_of("fa3", split=True, causal=causal))
         return cut_tail(cutting, num_sms, batch=1, num_heads_q=1, num_heads_kv=1, seqlen_q=2000,
-                        seqlen_kv=seqlen_kv).max_parts > 1
+                        seqlen_kv=seqlen_kv).max_splits > 1
 
     assert cuts(SMS, False) and cuts(SMS, True)
     assert not cuts(1, False)

@@ -27,8 +27,8 @@ def launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int) -> Program:
         group = values["heads_per_kv_head"]
         values["m_tiles"] = -(-sizes.seqlen_q // cut.queries(group))
         values["num_tiles"] = values["m_tiles"] * sizes.num_heads_kv * sizes.batch
-        values["group_queries"] = WARPGROUP_ROWS // group
-        rows, group_rows = rows * group, values["group_queries"] * group
+        values["queries_per_warpgroup"] = WARPGROUP_ROWS // group
+        rows, group_rows = rows * group, values["queries_per_warpgroup"] * group
     tiles, heads = values["num_tiles"], sizes.num_heads_q * sizes.batch
     if is_varlen(plan):
         parts, heads = Parts.none(tiles), sizes.num_heads_q
@@ -36,14 +36,14 @@ def launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int) -> Program:
         **sections(cut, num_sms, heads, values["m_tiles"], sizes.seqlen_kv, values["heads_per_kv_head"]),
         **parts._asdict(),
         "warpgroups": cut.warpgroups, "block_rows": cut.rows,
-        "turn_threads": WARPGROUP_THREADS * min(cut.warpgroups, 2),
-        "part_slabs": min(rows // group_rows * WARPGROUP_WARPS + -(-(rows % group_rows) // WARP_ROWS),
+        "pingpong_threads": WARPGROUP_THREADS * min(cut.warpgroups, 2),
+        "partial_tiles": min(rows // group_rows * WARPGROUP_WARPS + -(-(rows % group_rows) // WARP_ROWS),
                           cut.rows // WARP_ROWS),
     }
     threads = plan.launch.threads - WARPGROUP_THREADS * (tallest.warpgroups - cut.warpgroups)
-    shares = parts.max_parts > 1  # then blocks wait for each other's parts
-    return Program((Step("fwd", min(num_sms, parts.num_units), threads, values, cooperative=shares),),
-                   _buffers(plan, num_sms, (tiles - parts.full_tiles) * parts.max_parts if shares else 0))
+    shares = parts.max_splits > 1  # then blocks wait for each other's parts
+    return Program((Step("fwd", min(num_sms, parts.num_work_tiles), threads, values, cooperative=shares),),
+                   _buffers(plan, num_sms, (tiles - parts.full_tiles) * parts.max_splits if shares else 0))
 
 
 def prefer(call: DenseCall, sizes: Sizes, num_sms: int) -> tuple[tuple[str, Any], ...] | None:

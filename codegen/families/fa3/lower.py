@@ -272,15 +272,15 @@ def _params(spec: Spec, order: str, split: bool, pingpong: bool) -> tuple[Param,
                 Param("counters", "i32_out", "tickets and arrivals, zero between launches")]
     sizes = [*size_params(spec), Param("warpgroups", "i32", "that multiply, in this launch"),
              Param("block_rows", "divisor", "64 * warpgroups"),
-             *((Param("turn_threads", "i32", "that meet for a turn: of two warpgroups, or of the only one"),)
+             *((Param("pingpong_threads", "i32", "at a pingpong barrier: of two warpgroups, or of the only one"),)
                if pingpong else ()),
-             Param("num_units", "i32", "of work: query tiles of all heads and sequences, or parts")]
+             Param("num_work_tiles", "i32", "query tiles of all heads and sequences, or their splits")]
     sizes += ROWS["packed" if spec.pack_gqa else "plain"]
     if split:
-        pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][max_parts] parts of PARTIAL_FLOATS"))
+        pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][max_splits] splits of PARTIAL_FLOATS"))
         sizes += [Param("num_tiles", "i32", "query tiles, over all heads and sequences"),
                   Param("full_tiles", "i32", "the first of them, which are not split"),
-                  Param("tiles_per_part", "divisor", "tiles of keys of each part of the others, at most"),
-                  Param("max_parts", "i32", "parts of a tile, at most"),
-                  Param("part_slabs", "divisor", "slabs of a part that hold rows: 16 each")]
+                  Param("tiles_per_split", "divisor", "key tiles of each split of the others, at most"),
+                  Param("max_splits", "i32", "splits of a query tile, at most"),
+                  Param("partial_tiles", "divisor", "of a split, those that hold rows: 16 each")]
     return (*maps, *pointers, *stride_params(spec), *sizes, *ORDERS[order], *expressions.slot_params(spec))

@@ -78,9 +78,9 @@ class Parts(NamedTuple):
     """How the tiles after the first `full_tiles` are cut along their keys: parameters of the kernel."""
 
     full_tiles: int
-    tiles_per_part: int  # tiles of keys
-    max_parts: int       # of one query tile
-    num_units: int       # full tiles and parts
+    tiles_per_split: int  # key tiles
+    max_splits: int       # of one query tile
+    num_work_tiles: int   # full tiles and splits
 
     @classmethod
     def none(cls, num_tiles: int) -> Parts:
@@ -226,7 +226,7 @@ def best_twin(cuts: tuple[Cutting, Cutting, Cutting], num_sms: int, shape: Shape
         return True, packs  # all that pack can cut
     if Grid.of(whole, num_sms, shape).rounds > MANY_ROUNDS:
         wide = cut.keys >= WIDE_TILE and shape.seqlen_kv >= WIDE_KEYS
-        return wide or Grid.of(cut, num_sms, shape).cut_tail()[0].max_parts > 1, packs
+        return wide or Grid.of(cut, num_sms, shape).cut_tail()[0].max_splits > 1, packs
     return _cheapest(cut, num_sms, True, shape)[2] < _cheapest(whole, num_sms, False, shape)[2], packs
 
 
@@ -248,7 +248,7 @@ def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_by
         parts = sum(tiles * -(-length // size) for length, tiles in lengths.items())
         rounds = -(-parts // num_sms)
         cost = rounds * (size * step + ROUND_CLOCKS) + MERGE_CLOCKS + parts * part_bytes * BYTE_CLOCKS
-        if cost < min(enough, 0.98 * least if best.max_parts > 1 else least):  # of those about as good, the fewest
+        if cost < min(enough, 0.98 * least if best.max_splits > 1 else least):  # of those about as good, the fewest
             best, least = Parts(num_tiles - rest, size, -(-longest // size), num_tiles - rest + parts), cost
         if rounds > MAX_ROUNDS:
             break

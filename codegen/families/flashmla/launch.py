@@ -48,7 +48,7 @@ def launch_decode(plans: Mapping[str, Plan], sizes: DecodeSizes, num_sms: int) -
     values = {
         "q_outer": sizes.queries.batch, "kv_outer": sizes.num_pages, "kv_rows": sizes.page_size,
         "q_rows": seqlen_q * num_heads_q, "num_heads": num_heads_q, "seqlen_q": seqlen_q,
-        "max_pages": sizes.max_pages, "page_size": sizes.page_size, "hidden_keys": seqlen_q - 1 if sizes.causal else 0,
+        "max_pages": sizes.max_pages, "page_size": sizes.page_size, "masked_keys": seqlen_q - 1 if sizes.causal else 0,
         "lse_counts_sink": int(sizes.lse_counts_sink), "scale_log2": sizes.softmax_scale * LOG2_E, **sizes.strides,
     }
     decode = Program((Step("decode", blocks, plan.launch.threads, values, cooperative=True),),

@@ -36,22 +36,22 @@ MIN_BLOCK_ROWS = 16           # those of a warp: with fewer there is no less to 
 
 def lower_decode(spec: Spec, target: Target) -> Plan:
     _check(spec, target)
-    rotary = spec.head_dim_qk > spec.head_dim_v
+    rope = spec.head_dim_qk > spec.head_dim_v
     cache = "dense" if spec.kv_layout == "dense" else "pages"
     copy = "rows" if spec.page_size == 1 else "boxes"
-    barriers = _barriers(rotary, copy)
+    barriers = _barriers(rope, copy)
     smem = _smem(spec, barriers, copy)
     element, half = DTYPES[spec.dtype].element, spec.head_dim_v // 2
     return Plan(
         variant=spec.variant, target=target.name, family="flashmla", pass_="decode", spec=spec.fields(),
         template="flashmla/decode.cu.j2", element=element, constants=_constants(spec, copy),
-        slots=(("cache", cache), ("copy", copy)), flags=(("rotary", rotary), ("weights_await_room", not rotary)),
-        params=_params(rotary, copy),
+        slots=(("cache", cache), ("copy", copy)), flags=(("rope", rope), ("weights_await_room", not rope)),
+        params=_params(rope, copy),
         smem=smem, roles=(Role("load", WARPGROUP_WARPS, LOAD_REGISTERS),
                           Role("mma", 2 * WARPGROUP_WARPS, MMA_REGISTERS)),
         launch=Launch(3 * WARPGROUP_THREADS, 1, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = records of the schedule, all resident at once", programmatic=True),
-        tensor_maps=_tensor_maps(spec, rotary, copy), barriers=barriers,
+        tensor_maps=_tensor_maps(spec, rope, copy), barriers=barriers,
         wgmma_shapes=tuple(shape for n, b_major in ((BLOCK_N, "K_MAJOR"), (half, "MN_MAJOR"))
                            for a_source in ("shared", "registers")
                            for shape in product_shapes(element, n, a_source, "K_MAJOR", b_major, PANEL_COLS)),
@@ -90,13 +90,13 @@ def _query_panels(spec: Spec) -> tuple[int, int]:
     return spec.head_dim_qk // PANEL_COLS - REGISTER_QUERY_PANELS, REGISTER_QUERY_PANELS
 
 
-def _barriers(rotary: bool, copy: str) -> tuple[Barrier, ...]:
+def _barriers(rope: bool, copy: str) -> tuple[Barrier, ...]:
     return (
         Barrier("SLOT_FULL", NUM_SLOTS[copy], 1, "a piece of a tile has landed"),
         Barrier("SLOT_EMPTY", NUM_SLOTS[copy], WARPGROUP_WARPS,
                 "the warpgroup whose output columns it is has multiplied it"),
         *((Barrier("PAIR_FULL", 2, WARPGROUP_WARPS if copy == "rows" else 1,
-                   "the rotary columns of a tile have landed"),) if rotary else ()),
+                   "the RoPE columns of a tile have landed"),) if rope else ()),
         Barrier("PAIR_EMPTY", 2, WARPGROUP_WARPS, "the other warpgroup has used the weights that took their place"),
         Barrier("WEIGHTS_FULL", 2, WARPGROUP_WARPS, "the weights of a tile are there, and their reference"),
         Barrier("ANNOUNCED", 1, 1, "the next segment is announced"),
@@ -111,7 +111,7 @@ def _smem(spec: Spec, barriers: tuple[Barrier, ...], copy: str) -> tuple[Region,
     return layout_regions((
         ("SLOTS", NUM_SLOTS[copy] * tile_bytes(BLOCK_N, SLOT_COLS),
          f"{NUM_SLOTS[copy]} pieces of {SLOT_COLS} columns of {BLOCK_N} keys"),
-        ("PAIR", 2 * tile_bytes(BLOCK_N, PANEL_COLS), "rotary columns of two tiles, then the weights in their place"),
+        ("PAIR", 2 * tile_bytes(BLOCK_N, PANEL_COLS), "RoPE columns of two tiles, then the weights in their place"),
         ("Q", tile_bytes(WARPGROUP_ROWS, PANEL_COLS * panels), f"the first {panels} panels of the queries"),
         ("REFERENCES", 2 * 4 * WARPGROUP_ROWS, "[2 tiles][row] what the weights are relative to"),
         ("RAISED", 2 * 4 * WARPGROUP_WARPS, "[2 tiles][warp] whether it has changed"),
@@ -133,7 +133,7 @@ def _constants(spec: Spec, copy: str) -> tuple[Constant, ...]:
         Constant("NUM_SLOTS", NUM_SLOTS[copy], "pieces in shared memory"),
         Constant("SMEM_QUERY_PANELS", in_smem, "of 64 columns of the queries in shared memory"),
         Constant("REGISTER_QUERY_PANELS", in_registers, "of them in registers: the last"),
-        Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of the cache: latent, then rotary"),
+        Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of the cache: latent, then RoPE"),
         Constant("HALF_COLS", half, "columns of the output that a warpgroup holds"),
         Constant("SEGMENTS", SEGMENTS, "announced at most: two tiles ahead and two behind, and the next"),
         Constant("RECORD_WORDS", RECORD_WORDS, "words of a block's record in the schedule"),
@@ -149,7 +149,7 @@ def _constants(spec: Spec, copy: str) -> tuple[Constant, ...]:
     )
 
 
-def _tensor_maps(spec: Spec, rotary: bool, copy: str) -> tuple[TensorMap, ...]:
+def _tensor_maps(spec: Spec, rope: bool, copy: str) -> tuple[TensorMap, ...]:
     def panels(name: str, tensor: str, count: int, rows: int) -> TensorMap:
         return TensorMap(name, tensor, PANEL_COLS, rows, 2 * PANEL_COLS, box_panels=count)
 
@@ -157,15 +157,15 @@ def _tensor_maps(spec: Spec, rotary: bool, copy: str) -> tuple[TensorMap, ...]:
     if copy == "rows":
         return (queries,)
     return (queries, panels("kv_map", "kv", SLOT_COLS // PANEL_COLS, BLOCK_N),
-            *((panels("rotary_map", "kv", 1, BLOCK_N),) if rotary else ()))
+            *((panels("rope_map", "kv", 1, BLOCK_N),) if rope else ()))
 
 
-def _params(rotary: bool, copy: str) -> tuple[Param, ...]:
+def _params(rope: bool, copy: str) -> tuple[Param, ...]:
     """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
     rows = copy == "rows"
-    maps = ["q", *(["kv"] if not rows else []), *(["rotary"] if rotary and not rows else [])]
+    maps = ["q", *(["kv"] if not rows else []), *(["rope"] if rope and not rows else [])]
     return (
-        *(Param(f"{name}_map", "tensor_map", f"of {'kv' if name == 'rotary' else name}: [64, rows, panels, "
+        *(Param(f"{name}_map", "tensor_map", f"of {'kv' if name == 'rope' else name}: [64, rows, panels, "
                                              f"{'batch' if name == 'q' else 'pages'}]") for name in maps),
         Param("q", "element_ptr", "[batch, q_rows, head_dim_qk]"),
         Param("kv", "element_ptr", "[num_pages, page_size, head_dim_qk]"),
@@ -187,7 +187,7 @@ def _params(rotary: bool, copy: str) -> tuple[Param, ...]:
         Param("seqlen_q", "i32", "new tokens of each request"),
         Param("max_pages", "i32", "columns of the page table"),
         Param("page_size", "divisor", "rows of a page"),
-        Param("hidden_keys", "i32", "last keys that the first token does not see: seqlen_q - 1 if causal, else 0"),
+        Param("masked_keys", "i32", "last keys that the first token does not see: seqlen_q - 1 if causal, else 0"),
         Param("lse_counts_sink", "i32", "1: lse has the sink in it"),
         Param("scale_log2", "f32", "softmax_scale * log2(e)"),
     )

@@ -8,7 +8,7 @@
 #include "flashgen/tile.cuh"
 
 // Of a tile's keys, from its first on, those that a thread's two rows see: `keys` of the request remain, and
-// under a causal mask the last p.hidden_keys of them come into sight token by token.
+// under a causal mask the last p.masked_keys of them come into sight token by token.
 struct Visible {
   int keys[2];
 
@@ -16,7 +16,7 @@ struct Visible {
   FG_DEVICE Visible(const Params& p, int keys, int row) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      this->keys[h] = keys - max_int(p.hidden_keys - (row + 8 * h) / p.num_heads, 0);
+      this->keys[h] = keys - max_int(p.masked_keys - (row + 8 * h) / p.num_heads, 0);
   }
 };
 
