@@ -8,7 +8,7 @@ A slot's contract is the set of device functions its files define:
           (expression) int tile_class(p, work, first_row, last_row, tile), what of a tile the rows see;
           void hide_scores(s, p, work, row, kv_pos); RowSight and holds(sight, kv_pos), for single keys
   score   (expression) ScoreParts score_parts(p, work, row), void change_scores(s, p, work, parts, kv_pos)
-  order   (persistent grids) int next_unit(p, unit), known to lane 0, and int ordered_tile(p, tile): which comes when
+  order   (persistent grids) int next_work_idx(p, work_idx), known to lane 0; int ordered_tile(p, tile): tiles in order
   cache   (flashmla) CacheRow cache_row(p, request, key): the page of a key and its row in it
   copy    (flashmla) struct CacheCopy, which copies tiles of keys: find, start and flush, by each of COPY_WARPS warps
   rows    (fa3) what the rows of query tiles are: queries_per_warpgroup(p); rows_from(p, work, row), those that
@@ -124,7 +124,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "loops": ("in_turn", "alternating"),  # fa3, ranges: loops run in turn, or one before and after the other; by mask
     "normalize": ("softmax", "none"),     # weights are a softmax, or the scores themselves
     "output": ("apart", "over_queries"),  # fa3: the output waits in room of its own, or in that of its queries
-    "units": ("whole", "split"),          # fa3: a unit of work is a query tile, or may be a part of one
+    "work": ("whole", "split"),           # fa3: a work tile is a query tile, or may be a split of one
     "query": ("registers", "shared"),     # fa2: where the A operand of the score product is
 }
 

@@ -5,12 +5,12 @@
 // spec: name fa3_fwd; family fa3; pass fwd; dtype bf16; head_dim_qk 192; head_dim_v 128; causal True;
 //   kv_layout dense; score none; lse True
 // slots: layout dense; coordinates dense; rows plain; mask causal; walk ranges; normalize softmax; order
-//   longest_first; weights registers; output apart; units whole
+//   longest_first; weights registers; output apart; work whole
 // roles: load 4 warps of 40 registers per thread; mma 8 warps of 232 registers per thread
-// grid: x = one block per SM, or per unit of work where those are fewer
+// grid: x = one block per SM, or per work tile where those are fewer
 // tile: the tile of a neighbouring head size, as shared memory and registers allow; not timed
 
-#include "flashgen/announcements.cuh"
+#include "flashgen/work_pipeline.cuh"
 #include "flashgen/divisor.cuh"
 #include "flashgen/epilogue.cuh"
 #include "flashgen/gemm_async.cuh"
@@ -24,7 +24,7 @@
 #include "flashgen/ring.cuh"
 #include "flashgen/stale_weights.cuh"
 #include "flashgen/store_rows.cuh"
-#include "flashgen/tickets.cuh"
+#include "flashgen/tile_counter.cuh"
 
 using Element = bf16;
 constexpr int WARPGROUPS = 2;  // that multiply, at most: a launch for few query rows has fewer
@@ -32,8 +32,8 @@ constexpr int BLOCK_M = 128;  // query rows per block, at most: 64 for each of t
 constexpr int BLOCK_N = 112;  // keys per tile
 constexpr int NUM_STAGES = 2;  // K tiles, and V tiles, in shared memory
 constexpr int Q_STAGES = 1;  // query tiles of each warpgroup
-constexpr int WORK_STAGES = 2;  // query tiles announced ahead
-constexpr int TICKET_LEAD = 3;  // key tiles left to load when a block asks for its next unit
+constexpr int WORK_STAGES = 2;  // work tiles published ahead
+constexpr int WORK_PREFETCH_TILES = 3;  // key tiles left when a block fetches its next work tile
 constexpr int NUM_THREADS = 384;  // at most, with the warpgroup of copy warps
 constexpr int HEAD_DIM_QK = 192;  // columns of q and k in device memory
 constexpr int HEAD_DIM_V = 128;  // columns of v and out in device memory
@@ -54,7 +54,7 @@ constexpr int SMEM_Q = 0;  // 49152: [2 warpgroups][1 stages] of 64 queries
 constexpr int SMEM_K = 49152;  // 86016: 2 stages of 112 keys
 constexpr int SMEM_V = 135168;  // 57344: 2 stages of 112 values
 constexpr int SMEM_OUT = 192512;  // 32768: [8 warps][2 panels] of 16 rows of the output
-constexpr int SMEM_WORK = 225280;  // 208: 2 announcements of query tiles
+constexpr int SMEM_WORK = 225280;  // 208: 2 work tiles
 constexpr int SMEM_BARRIERS = 225488;  // 144: the mbarriers
 constexpr int SMEM_BYTES = 225632;
 
@@ -65,7 +65,7 @@ constexpr int V_FULL = 4;  // [2], 1: a tile of values has landed
 constexpr int V_EMPTY = 6;  // [2], 4 * p.warpgroups: every mma warp is done with it
 constexpr int Q_FULL = 8;  // [2], 1: the queries of a warpgroup have landed; [warpgroup][stage]
 constexpr int Q_EMPTY = 10;  // [2], 4: every warp of it is done with them; [warpgroup][stage]
-constexpr int WORK_FULL = 12;  // [2], 1: the next query tile is announced
+constexpr int WORK_FULL = 12;  // [2], 1: the next work tile has been published
 constexpr int WORK_EMPTY = 14;  // [2], 4 * p.warpgroups + 3: the other warps are done with it
 constexpr int V_LANDED = 16;  // [2], 1: a tile of values has landed that not every row sees whole
 
@@ -79,7 +79,7 @@ struct Params {
   const Element* v;  // [batch, seqlen_kv, num_heads_kv, head_dim_v]
   Element* out;  // [batch, seqlen_q, num_heads_q, head_dim_v]
   float* lse;  // [batch, num_heads_q, seqlen_q], natural log, contiguous; null: not wanted
-  int32_t* counters;  // tickets and arrivals, zero between launches
+  int32_t* counters;  // tile counter and arrival counts, zero between launches
   int64_t q_batch_stride, q_row_stride, q_head_stride;  // elements
   int64_t k_batch_stride, k_row_stride, k_head_stride;  // elements
   int64_t v_batch_stride, v_row_stride, v_head_stride;  // elements
@@ -171,10 +171,10 @@ FG_DEVICE KeyRange visible_keys(const Params& p, int q_pos, int seqlen_q, int se
 // Whether a row with these keys sees the key at `col`, of which none lies left of what it sees.
 FG_DEVICE bool sees(KeyRange keys, int col) { return col <= keys.last; }
 
-// order: longest_first. Blocks draw tickets for tiles, the longest (last under a causal mask) first. Heads
-// are taken in sections, in which they are the fastest, so that L2 serves the blocks that share keys; the
-// last section is larger, so that the grid ends with short tiles.
-FG_DEVICE int next_unit(const Params& p, int unit) { return gridDim.x + draw_ticket(p.counters); }
+// order: longest_first. Longest-processing-time-first: blocks fetch the longest tiles (last under a causal
+// mask) first. Heads are taken in sections (L2 swizzle), in which they are the fastest, so that L2 serves the
+// blocks that share keys. The last section is larger, so that the grid ends with short tiles.
+FG_DEVICE int next_work_idx(const Params& p, int work_idx) { return gridDim.x + fetch_next_work(p.counters); }
 FG_DEVICE int ordered_tile(const Params& p, int tile) {
   const int section = min_int(tile / p.m_tiles / p.heads_per_section,
                               p.heads_before_the_end / p.heads_per_section);
@@ -224,26 +224,26 @@ FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
   }
 }
 
-// By every warp, each where its role begins: the barriers are there.
-FG_DEVICE void meet(const Params& p) { bar_sync_of(0, p.block_rows * 2 + 128); }
+// Every warp calls this at the start of its role. Returns when the mbarriers are initialised.
+FG_DEVICE void wait_for_setup(const Params& p) { bar_sync_of(0, p.block_rows * 2 + 128); }
 
-// ---- units of work, and how the load warp announces them to the others
+// ---- work tiles, and the scheduler pipeline by which the producer warp publishes them
 struct TileRange {
   int begin, end;
 };
 
-// What the load warp announces to all others: a query tile, or a part of one, and its tiles of keys, which
-// it works out for everybody.
-struct Assignment {
+// What the producer warp publishes to all other warps: a query tile, or a split of one, and its range of key
+// tiles, which the producer computes once for all.
+struct WorkTileInfo {
   TileCoord work;
-  int unit;                           // negative: there is no more
+  int work_idx;                       // negative: there is no more
   TileRange range;                    // that are loaded
   TileRange whole;                    // of those, the ones that every row sees whole
   int poisoned[CLEAN_WARPS];          // by clean warp: whether the others held an infinity or a NaN
   int first_query[WARPGROUPS];        // of each warpgroup; past the end if it has none
   KvTiles warpgroup[WARPGROUPS];      // of its rows; `end` lies in (range.begin, range.end]
 };
-static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(Assignment), "map and tiles agree");
+static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(WorkTileInfo), "map and tiles agree");
 
 // Tiles with keys that the queries [first, first + count) of a sequence see.
 FG_DEVICE KvTiles tiles_of_queries(const Params& p, const TileCoord& w, int first, int count) {
@@ -256,27 +256,27 @@ FG_DEVICE KvTiles key_tiles_of(const Params& p, const TileCoord& w) {
   return tiles_of_queries(p, w, queries.first, queries.last - queries.first + 1);
 }
 
-struct UnitTiles {
+struct TileRanges {
   TileRange range, whole;
 };
 
 FG_DEVICE bool is_in(TileRange range, int tile) { return range.begin <= tile && tile < range.end; }
 
-// The tiles that a unit loads: all that its rows see, and at least one, so that every stage of the
-// pipeline has something to do; a row that sees nothing of it masks it away.
-FG_DEVICE UnitTiles tiles_of_unit(const Params& p, const TileCoord& w) {
+// The key tiles that a work tile loads: all that its rows see, and at least one, so that every stage of the
+// pipeline has something to do. A row that sees nothing of a key tile masks it.
+FG_DEVICE TileRanges tile_ranges(const Params& p, const TileCoord& w) {
   const KvTiles all = key_tiles_of(p, w);
-  UnitTiles tiles;
+  TileRanges tiles;
   tiles.range = {all.begin, max_int(all.end, all.begin + 1)};
   tiles.whole = {all.full_begin, all.full_end};
   return tiles;
 }
 
-// Writes an announcement, each lane a part. By the whole load warp.
-FG_DEVICE void write_assignment(Assignment& a, const Params& p, const TileCoord& work, int unit,
-                                const UnitTiles& unit_tiles) {
+// Writes a work tile, each lane some of its fields. The whole producer warp calls this.
+FG_DEVICE void write_work_tile(WorkTileInfo& a, const Params& p, const TileCoord& work, int work_idx,
+                               const TileRanges& ranges) {
   const int lane = threadIdx.x % WARP_SIZE;
-  const TileRange range = unit_tiles.range;
+  const TileRange range = ranges.range;
   if (lane < WARPGROUPS) {
     const int first = first_query(p, work, lane);
     KvTiles tiles = tiles_of_queries(p, work, first, queries_per_warpgroup(p));
@@ -286,22 +286,22 @@ FG_DEVICE void write_assignment(Assignment& a, const Params& p, const TileCoord&
   }
   if (lane == 0) {
     a.work = work;
-    a.unit = unit;
+    a.work_idx = work_idx;
     a.range = range;
-    a.whole = unit_tiles.whole;
+    a.whole = ranges.whole;
     for (int i = 0; i < CLEAN_WARPS; ++i) a.poisoned[i] = 0;
   }
   sync_warp();
 }
 
-using Announcements = AnnouncementsOf<Assignment, WORK_STAGES, SMEM_WORK, WORK_FULL, WORK_EMPTY>;
-using Assignments = AssignmentsOf<Assignment, WORK_STAGES, SMEM_WORK, WORK_FULL, WORK_EMPTY>;
+using WorkProducer = WorkProducerOf<WorkTileInfo, WORK_STAGES, SMEM_WORK, WORK_FULL, WORK_EMPTY>;
+using WorkConsumer = WorkConsumerOf<WorkTileInfo, WORK_STAGES, SMEM_WORK, WORK_FULL, WORK_EMPTY>;
 
-// ---- the load warp: takes units, announces them, copies keys and values. Keys run one tile ahead of
-// values, from one unit into the next, because that is how the products need them.
+// ---- the producer warp fetches work tiles, publishes them, and loads K and V. K runs one tile ahead of V,
+// across work tiles too: consumers issue the QK product of tile j before the PV product of tile j - 1.
 FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64_t* barriers) {
   Ring<NUM_STAGES> keys;
-  Announcements works = {smem, barriers};
+  WorkProducer work_tiles = {smem, barriers};
   const bool issues = threadIdx.x == 0;
   const auto load_keys = [&](int row, int head, int batch) {
     keys.wait_empty(barriers + K_EMPTY);
@@ -320,25 +320,25 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
                              barriers + landed + values.stage, row, head, batch, EVICT_LAST);
   };
   int row = -1, head = 0, batch = 0;  // of the keys loaded last, whose values are due
-  int unit = blockIdx.x;
+  int work_idx = blockIdx.x;
   while (true) {
     TileCoord work = {};
-    while (unit < p.num_work_tiles) {
-      work = tile_coord(p, ordered_tile(p, unit));
+    while (work_idx < p.num_work_tiles) {
+      work = tile_coord(p, ordered_tile(p, work_idx));
       if (work.m_tile >= 0) break;  // not a tile set aside for a sequence that needs fewer
-      unit = first_lane(next_unit(p, unit));
+      work_idx = first_lane(next_work_idx(p, work_idx));
     }
-    UnitTiles tiles = tiles_of_unit(p, work);
-    if (row < 0) meet(p);
-    if (unit >= p.num_work_tiles) break;
+    TileRanges tiles = tile_ranges(p, work);
+    if (row < 0) wait_for_setup(p);
+    if (work_idx >= p.num_work_tiles) break;
     const TileRange range = tiles.range;
-    write_assignment(works.free(), p, work, unit, tiles);
-    works.announce();
+    write_work_tile(work_tiles.acquire(), p, work, work_idx, tiles);
+    work_tiles.commit();
     int next = 0;
     for (int tile = range.begin; tile < range.end; ++tile) {
-      // The next unit: late, so that whoever is done first takes it, and early enough for the answer to be
-      // there.
-      if (tile == max_int(range.end - TICKET_LEAD, range.begin)) next = next_unit(p, unit);
+      // The next work tile: fetched late, so that the first block to finish takes it, and early enough for
+      // the answer to have arrived.
+      if (tile == max_int(range.end - WORK_PREFETCH_TILES, range.begin)) next = next_work_idx(p, work_idx);
       load_keys(map_kv_row(work) + tile * BLOCK_N, work.head_q / p.heads_per_kv_head, map_batch(work));
       if (row >= 0) load_values(row, head, batch);
       keys.advance();
@@ -347,20 +347,20 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
       batch = map_batch(work);
       whole = is_in(tiles.whole, tile);
     }
-    unit = first_lane(next);
+    work_idx = first_lane(next);
   }
   if (row >= 0) load_values(row, head, batch);
-  works.end();
-  if (issues) return_tickets(p.counters);
+  work_tiles.end();
+  if (issues) reset_tile_counter(p.counters);
 }
 
 // ---- the query warp: each warpgroup's 64 rows have their own stages, and go as soon as it is done with
 // the last ones
 FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barriers) {
   Ring<Q_STAGES> queries;
-  Assignments assignments = {smem, barriers};
-  while (assignments.more()) {
-    const Assignment& a = assignments.current();
+  WorkConsumer work_tiles = {smem, barriers};
+  while (work_tiles.wait()) {
+    const WorkTileInfo& a = work_tiles.current();
 #pragma unroll 1
     for (int w = 0; w < p.warpgroups; ++w) {
       uint64_t* const full = barriers + Q_FULL + w * Q_STAGES + queries.stage;
@@ -370,8 +370,8 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
                                    a.work, a.first_query[w]);
     }
     queries.advance();
-    assignments.advance();
-    assignments.release_previous();
+    work_tiles.advance();
+    work_tiles.release_previous();
   }
 }
 
@@ -381,9 +381,9 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
 FG_DEVICE void clean_values(unsigned char* smem, uint64_t* barriers, int clean_warp) {
   Ring<NUM_STAGES> values;
   uint32_t landed = 0;  // parities, by stage: only some of its tiles come this way
-  Assignments assignments = {smem, barriers};
-  while (assignments.more()) {
-    Assignment& a = assignments.current();
+  WorkConsumer work_tiles = {smem, barriers};
+  while (work_tiles.wait()) {
+    WorkTileInfo& a = work_tiles.current();
     const TileRange range = uniform_copy(a.range), whole = uniform_copy(a.whole);
     for (int tile = range.begin; tile < range.end; ++tile, values.advance()) {
       if (is_in(whole, tile)) continue;
@@ -396,17 +396,17 @@ FG_DEVICE void clean_values(unsigned char* smem, uint64_t* barriers, int clean_w
       bar_sync<CLEAN_BARRIER, CLEAN_WARPS * WARP_SIZE>();
       if (clean_warp == 0 && threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(barriers + V_FULL + values.stage);
     }
-    assignments.advance();
-    assignments.release_previous();
+    work_tiles.advance();
+    work_tiles.release_previous();
   }
 }
 
 // ---- infinities and NaNs that were kept from the products: by hand to where the rows that see them have
 // their output, the first of this lane's being `row`. See each_nonfinite.
-FG_DEVICE bool poisoned(const Assignment& a) { return a.poisoned[0] + a.poisoned[1] != 0; }
+FG_DEVICE bool poisoned(const WorkTileInfo& a) { return a.poisoned[0] + a.poisoned[1] != 0; }
 
 template <class Visible, class Add>
-FG_DEVICE void put_back(const Params& p, const Assignment& a, int row, Visible visible, Add add) {
+FG_DEVICE void put_back(const Params& p, const WorkTileInfo& a, int row, Visible visible, Add add) {
   const Element* const v = v_rows(p, a.work);
   for (int i = a.range.begin; i < a.range.end; ++i)
     if (!is_in(a.whole, i))
@@ -419,10 +419,10 @@ FG_DEVICE void put_back(const Params& p, const Assignment& a, int row, Visible v
 // loop would cost a register that large heads do not have.
 FG_DEVICE int this_warpgroup() { return first_lane(threadIdx.x / 128) - 1; }
 
-FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) {
+FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t* barriers) {
   const int warp = threadIdx.x % 128 / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int lane_row = 16 * warp + lane / 4, lane_col = 2 * (lane % 4);  // of this lane's s[0][0][0]
-  Assignments assignments = {smem, barriers};
+  WorkConsumer work_tiles = {smem, barriers};
   Ring<Q_STAGES> queries;
   Ring<NUM_STAGES> keys, values;
   uint64_t k_desc = AlongColumns<KeyTile>::descriptor(smem + SMEM_K);
@@ -455,7 +455,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     keys.advance();
   };
 
-  if (!assignments.more()) return;
+  if (!work_tiles.wait()) return;
   // Warpgroups take turns to issue products, so that the softmax of one runs under the products of another.
   // A turn has a barrier on which its owner waits for the one before. A single warpgroup waits for nobody.
   const int my_turn = TURN_BARRIER + this_warpgroup();
@@ -470,7 +470,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   advance();
   while (true) {  // the first tile's scores are there
     const int warpgroup = this_warpgroup();
-    const Assignment& a = assignments.current();
+    const WorkTileInfo& a = work_tiles.current();
     const TileCoord& work = a.work;
     int first_row = first_lane(a.first_query[warpgroup]);
     const int row = first_row + lane_row;
@@ -540,8 +540,8 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
         release(barriers + V_EMPTY, values);
       }
     }
-    assignments.advance();
-    const bool more = assignments.more();
+    work_tiles.advance();
+    const bool more = work_tiles.wait();
     if (more) {
       queries.advance();
       q_desc = wait_for_queries();
@@ -578,7 +578,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
         red_add2(Element{}, out_row(p, work, row + 8 * h) + col, pair);
       });
     }
-    assignments.release_previous();
+    work_tiles.release_previous();
     wgmma_wait<0>(registers_of(s));
     if (!more) break;
     release(barriers + K_EMPTY, keys);
@@ -600,14 +600,14 @@ fa3_fwd_bf16_d192v128_causal(const __grid_constant__ Params p) {
       return;
     }
     if (warp == QUERY_WARP) init_barriers(p, barriers);  // while the load warp works out what it loads first
-    meet(p);
+    wait_for_setup(p);
     if (warp == QUERY_WARP)
       load_queries(p, smem, barriers);
     else
       clean_values(smem, barriers, warp - QUERY_WARP - 1);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
-    meet(p);
-    attend(p, smem, barriers);
+    wait_for_setup(p);
+    consume_work_tiles(p, smem, barriers);
   }
 }

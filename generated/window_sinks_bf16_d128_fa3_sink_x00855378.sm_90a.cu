@@ -6,12 +6,12 @@
 //   dense; score none; mask (kv_pos < num_sink or q_pos - kv_pos < window) and kv_pos <= q_pos; params
 //   ('num_sink: int', 'window: int', 'sink: float32[num_heads_q]'); sink per_head; lse True
 // slots: layout dense; coordinates dense; rows plain; mask expression; walk classes; normalize softmax; order
-//   longest_first; weights registers; output over_queries; units whole
+//   longest_first; weights registers; output over_queries; work whole
 // roles: load 4 warps of 32 registers per thread; mma 12 warps of 160 registers per thread
-// grid: x = one block per SM, or per unit of work where those are fewer
+// grid: x = one block per SM, or per work tile where those are fewer
 // tile: fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)
 
-#include "flashgen/announcements.cuh"
+#include "flashgen/work_pipeline.cuh"
 #include "flashgen/divisor.cuh"
 #include "flashgen/epilogue.cuh"
 #include "flashgen/gemm_async.cuh"
@@ -25,7 +25,7 @@
 #include "flashgen/ring.cuh"
 #include "flashgen/stale_weights.cuh"
 #include "flashgen/store_rows.cuh"
-#include "flashgen/tickets.cuh"
+#include "flashgen/tile_counter.cuh"
 #include "flashgen/tile_walk.cuh"
 #include "flashgen/expression.cuh"
 
@@ -35,8 +35,8 @@ constexpr int BLOCK_M = 192;  // query rows per block, at most: 64 for each of t
 constexpr int BLOCK_N = 64;  // keys per tile
 constexpr int NUM_STAGES = 4;  // K tiles, and V tiles, in shared memory
 constexpr int Q_STAGES = 2;  // query tiles of each warpgroup
-constexpr int WORK_STAGES = 2;  // query tiles announced ahead
-constexpr int TICKET_LEAD = 3;  // key tiles left to load when a block asks for its next unit
+constexpr int WORK_STAGES = 2;  // work tiles published ahead
+constexpr int WORK_PREFETCH_TILES = 3;  // key tiles left when a block fetches its next work tile
 constexpr int NUM_THREADS = 512;  // at most, with the warpgroup of copy warps
 constexpr int HEAD_DIM_QK = 128;  // columns of q and k in device memory
 constexpr int HEAD_DIM_V = 128;  // columns of v and out in device memory
@@ -56,7 +56,7 @@ constexpr int TURN_BARRIER = 1;  // first of the named barriers for turns, one p
 constexpr int SMEM_Q = 0;  // 98304: [3 warpgroups][2 stages] of 64 queries
 constexpr int SMEM_K = 98304;  // 65536: 4 stages of 64 keys
 constexpr int SMEM_V = 163840;  // 65536: 4 stages of 64 values
-constexpr int SMEM_WORK = 229376;  // 256: 2 announcements of query tiles
+constexpr int SMEM_WORK = 229376;  // 256: 2 work tiles
 constexpr int SMEM_TILES = 229632;  // 64: [stages][3 warpgroups] tile of keys in a stage; [stages] of values
 constexpr int SMEM_BARRIERS = 229696;  // 288: the mbarriers
 constexpr int SMEM_BYTES = 229984;
@@ -68,7 +68,7 @@ constexpr int V_FULL = 8;  // [4], 1: a tile of values has landed
 constexpr int V_EMPTY = 12;  // [4], 4 * p.warpgroups: every mma warp is done with it
 constexpr int Q_FULL = 16;  // [6], 1: the queries of a warpgroup have landed; [warpgroup][stage]
 constexpr int Q_EMPTY = 22;  // [6], 4: every warp of it is done with them; [warpgroup][stage]
-constexpr int WORK_FULL = 28;  // [2], 1: the next query tile is announced
+constexpr int WORK_FULL = 28;  // [2], 1: the next work tile has been published
 constexpr int WORK_EMPTY = 30;  // [2], 4 * p.warpgroups + 3: the other warps are done with it
 constexpr int V_LANDED = 32;  // [4], 1: a tile of values has landed that not every row sees whole
 
@@ -83,7 +83,7 @@ struct Params {
   Element* out;  // [batch, seqlen_q, num_heads_q, head_dim_v]
   float* lse;  // [batch, num_heads_q, seqlen_q], natural log, contiguous; null: not wanted
   const float* user_sink;  // [num_heads_q]
-  int32_t* counters;  // tickets and arrivals, zero between launches
+  int32_t* counters;  // tile counter and arrival counts, zero between launches
   int64_t q_batch_stride, q_row_stride, q_head_stride;  // elements
   int64_t k_batch_stride, k_row_stride, k_head_stride;  // elements
   int64_t v_batch_stride, v_row_stride, v_head_stride;  // elements
@@ -231,10 +231,10 @@ FG_DEVICE void hide_scores(float (&s)[M][N][4], const Params& p, const TileCoord
     }
 }
 
-// order: longest_first. Blocks draw tickets for tiles, the longest (last under a causal mask) first. Heads
-// are taken in sections, in which they are the fastest, so that L2 serves the blocks that share keys; the
-// last section is larger, so that the grid ends with short tiles.
-FG_DEVICE int next_unit(const Params& p, int unit) { return gridDim.x + draw_ticket(p.counters); }
+// order: longest_first. Longest-processing-time-first: blocks fetch the longest tiles (last under a causal
+// mask) first. Heads are taken in sections (L2 swizzle), in which they are the fastest, so that L2 serves the
+// blocks that share keys. The last section is larger, so that the grid ends with short tiles.
+FG_DEVICE int next_work_idx(const Params& p, int work_idx) { return gridDim.x + fetch_next_work(p.counters); }
 FG_DEVICE int ordered_tile(const Params& p, int tile) {
   const int section = min_int(tile / p.m_tiles / p.heads_per_section,
                               p.heads_before_the_end / p.heads_per_section);
@@ -284,41 +284,42 @@ FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
   }
 }
 
-// By every warp, each where its role begins: the barriers are there.
-FG_DEVICE void meet(const Params& p) { bar_sync_of(0, p.block_rows * 2 + 128); }
+// Every warp calls this at the start of its role. Returns when the mbarriers are initialised.
+FG_DEVICE void wait_for_setup(const Params& p) { bar_sync_of(0, p.block_rows * 2 + 128); }
 
-// ---- units of work, and how the load warp announces them to the others
-// What the load warp announces to all others: a query tile. Its tiles of keys follow one by one, with the
-// keys.
-struct Assignment {
+// ---- work tiles, and the scheduler pipeline by which the producer warp publishes them
+// What the producer warp publishes to all other warps: a query tile. Its key tiles follow one by one, with
+// the keys.
+struct WorkTileInfo {
   TileCoord work;
-  int unit;                           // negative: there is no more
+  int work_idx;                       // negative: there is no more
   int poisoned[CLEAN_WARPS];          // by clean warp: whether the others held an infinity or a NaN
   int first_query[WARPGROUPS];        // of each warpgroup; past the end if it has none
 };
-static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(Assignment), "map and tiles agree");
+static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(WorkTileInfo), "map and tiles agree");
 
-// Writes an announcement, each lane a part. By the whole load warp.
-FG_DEVICE void write_assignment(Assignment& a, const Params& p, const TileCoord& work, int unit) {
+// Writes a work tile, each lane some of its fields. The whole producer warp calls this.
+FG_DEVICE void write_work_tile(WorkTileInfo& a, const Params& p, const TileCoord& work, int work_idx) {
   const int lane = threadIdx.x % WARP_SIZE;
   if (lane < WARPGROUPS) a.first_query[lane] = first_query(p, work, lane);
   if (lane == 0) {
     a.work = work;
-    a.unit = unit;
+    a.work_idx = work_idx;
     for (int i = 0; i < CLEAN_WARPS; ++i) a.poisoned[i] = 0;
   }
   sync_warp();
 }
 
-using Announcements = AnnouncementsOf<Assignment, WORK_STAGES, SMEM_WORK, WORK_FULL, WORK_EMPTY>;
-using Assignments = AssignmentsOf<Assignment, WORK_STAGES, SMEM_WORK, WORK_FULL, WORK_EMPTY>;
+using WorkProducer = WorkProducerOf<WorkTileInfo, WORK_STAGES, SMEM_WORK, WORK_FULL, WORK_EMPTY>;
+using WorkConsumer = WorkConsumerOf<WorkTileInfo, WORK_STAGES, SMEM_WORK, WORK_FULL, WORK_EMPTY>;
 
-// ---- the load warp: takes units, announces them, finds the tiles of keys that some row sees, copies keys
-// and values. Keys run one tile ahead of values, from one unit into the next, because that is how the
-// products need them. Beside each stage of keys a word tells each warpgroup what is in it for its rows.
+// ---- the producer warp fetches work tiles, publishes them, finds the key tiles that some row sees, and
+// loads K and V. K runs one tile ahead of V, across work tiles too, because consumers issue the QK product
+// of tile j before the PV product of tile j - 1. Beside each stage of K, a word per warpgroup says what the
+// tile is to its rows.
 FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64_t* barriers) {
   Ring<NUM_STAGES> keys;
-  Announcements works = {smem, barriers};
+  WorkProducer work_tiles = {smem, barriers};
   const bool issues = threadIdx.x == 0;
   const int lane = threadIdx.x % WARP_SIZE;
   int* const key_tiles = reinterpret_cast<int*>(smem + SMEM_TILES);         // [stage][warpgroup]
@@ -334,18 +335,18 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
   };
   int row = 0, head = 0, batch = 0;  // of the keys loaded last, whose values are due
   int due = -1;                      // and their word
-  int unit = blockIdx.x;
-  while (true) {  // units are query tiles: none is split
+  int work_idx = blockIdx.x;
+  while (true) {  // work tiles are query tiles: none is split
     TileCoord work = {};
-    while (unit < p.num_work_tiles) {
-      work = tile_coord(p, ordered_tile(p, unit));
+    while (work_idx < p.num_work_tiles) {
+      work = tile_coord(p, ordered_tile(p, work_idx));
       if (work.m_tile >= 0) break;  // not a tile set aside for a sequence that needs fewer
-      unit = first_lane(next_unit(p, unit));
+      work_idx = first_lane(next_work_idx(p, work_idx));
     }
-    if (due < 0) meet(p);
-    if (unit >= p.num_work_tiles) break;
-    write_assignment(works.free(), p, work, unit);
-    works.announce();
+    if (due < 0) wait_for_setup(p);
+    if (work_idx >= p.num_work_tiles) break;
+    write_work_tile(work_tiles.acquire(), p, work, work_idx);
+    work_tiles.commit();
     const QuerySpan rows = queries_of(p, work);
     const TileRows all_rows = tile_rows(p, work, rows.first, rows.last);
     const auto classify = [&](int first, int last) { return tile_class(p, work, all_rows, first, last); };
@@ -369,10 +370,10 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
       const bool ends = walk.ends();
       for (int i = 0; i < run.count; ++i) {
         const bool last_of_run = i + 1 == run.count;
-        // The next unit: late, so that whoever is done first takes it, and early enough for the answer to
-        // be there.
-        if (!asked && ends && run.count - i + following.count <= TICKET_LEAD) {
-          next = next_unit(p, unit);
+        // The next work tile: fetched late, so that the first block to finish takes it, and early enough
+        // for the answer to have arrived.
+        if (!asked && ends && run.count - i + following.count <= WORK_PREFETCH_TILES) {
+          next = next_work_idx(p, work_idx);
           asked = true;
         }
         const int word = run.word(i) | (last_of_run && following.count == 0 ? TILE_LAST : 0);
@@ -398,20 +399,20 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
       run = following;
       found = found_following;
     }
-    unit = first_lane(next);
+    work_idx = first_lane(next);
   }
   if (due >= 0) load_values(due, row, head, batch);
-  works.end();
-  if (issues) return_tickets(p.counters);
+  work_tiles.end();
+  if (issues) reset_tile_counter(p.counters);
 }
 
 // ---- the query warp: each warpgroup's 64 rows have their own stages, and go as soon as it is done with
 // the last ones
 FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barriers) {
   Ring<Q_STAGES> queries;
-  Assignments assignments = {smem, barriers};
-  while (assignments.more()) {
-    const Assignment& a = assignments.current();
+  WorkConsumer work_tiles = {smem, barriers};
+  while (work_tiles.wait()) {
+    const WorkTileInfo& a = work_tiles.current();
 #pragma unroll 1
     for (int w = 0; w < p.warpgroups; ++w) {
       uint64_t* const full = barriers + Q_FULL + w * Q_STAGES + queries.stage;
@@ -421,8 +422,8 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
                                    a.work, a.first_query[w]);
     }
     queries.advance();
-    assignments.advance();
-    assignments.release_previous();
+    work_tiles.advance();
+    work_tiles.release_previous();
   }
 }
 
@@ -431,9 +432,9 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
 // that do see it get it in the epilogue, from device memory.
 FG_DEVICE void clean_values(unsigned char* smem, uint64_t* barriers, int clean_warp) {
   Ring<NUM_STAGES> values;
-  Assignments assignments = {smem, barriers};
-  while (assignments.more()) {
-    Assignment& a = assignments.current();
+  WorkConsumer work_tiles = {smem, barriers};
+  while (work_tiles.wait()) {
+    WorkTileInfo& a = work_tiles.current();
     int word;
     do {
       values.wait_full(barriers + V_LANDED);
@@ -448,17 +449,17 @@ FG_DEVICE void clean_values(unsigned char* smem, uint64_t* barriers, int clean_w
       if (clean_warp == 0 && threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(barriers + V_FULL + values.stage);
       values.advance();
     } while (!(word & TILE_LAST));
-    assignments.advance();
-    assignments.release_previous();
+    work_tiles.advance();
+    work_tiles.release_previous();
   }
 }
 
 // ---- infinities and NaNs that were kept from the products: by hand to where the rows that see them have
 // their output, the first of this lane's being `row`. See each_nonfinite.
-FG_DEVICE bool poisoned(const Assignment& a) { return a.poisoned[0] + a.poisoned[1] != 0; }
+FG_DEVICE bool poisoned(const WorkTileInfo& a) { return a.poisoned[0] + a.poisoned[1] != 0; }
 
 template <class Visible, class Add>
-FG_DEVICE void put_back(const Params& p, const Assignment& a, int row, Visible visible, Add add) {
+FG_DEVICE void put_back(const Params& p, const WorkTileInfo& a, int row, Visible visible, Add add) {
   const Element* const v = v_rows(p, a.work);
   // In tiles that all rows see the products have added them already, which makes no difference.
   each_nonfinite<HEAD_DIM_V>(v, p.v_row_stride, 0, a.work.seqlen_kv, row, visible, add);
@@ -469,10 +470,10 @@ FG_DEVICE void put_back(const Params& p, const Assignment& a, int row, Visible v
 // loop would cost a register that large heads do not have.
 FG_DEVICE int this_warpgroup() { return first_lane(threadIdx.x / 128) - 1; }
 
-FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) {
+FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t* barriers) {
   const int warp = threadIdx.x % 128 / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int lane_row = 16 * warp + lane / 4, lane_col = 2 * (lane % 4);  // of this lane's s[0][0][0]
-  Assignments assignments = {smem, barriers};
+  WorkConsumer work_tiles = {smem, barriers};
   Ring<Q_STAGES> queries;
   Ring<NUM_STAGES> keys, values;
   uint64_t k_desc = AlongColumns<KeyTile>::descriptor(smem + SMEM_K);
@@ -511,7 +512,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     return first_lane(lane == 0 ? words[keys.stage * WARPGROUPS] : 0);
   };
 
-  if (!assignments.more()) return;
+  if (!work_tiles.wait()) return;
   // Warpgroups take turns to issue products, so that the softmax of one runs under the products of another.
   // A turn has a barrier on which its owner waits for the one before. A single warpgroup waits for nobody.
   const int my_turn = TURN_BARRIER + this_warpgroup();
@@ -528,7 +529,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
   int stored_stage = -1;  // whose queries gave way to an output that is being stored
   while (true) {  // the first tile's scores are there
     const int warpgroup = this_warpgroup();
-    const Assignment& a = assignments.current();
+    const WorkTileInfo& a = work_tiles.current();
     const TileCoord& work = a.work;
     int first_row = first_lane(a.first_query[warpgroup]);
     const int row = first_row + lane_row;
@@ -578,8 +579,8 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
     const int q_stage = queries.stage;
     stored_stage = q_stage;  // its queries give way to the output
     start_values();
-    assignments.advance();
-    const bool more = assignments.more();
+    work_tiles.advance();
+    const bool more = work_tiles.wait();
     if (more) {
       queries.advance();
       q_desc = wait_for_queries();
@@ -617,7 +618,7 @@ FG_DEVICE void attend(const Params& p, unsigned char* smem, uint64_t* barriers) 
         red_add2(Element{}, out_row(p, work, row + 8 * h) + col, pair);
       });
     }
-    assignments.release_previous();
+    work_tiles.release_previous();
     wgmma_wait<0>(registers_of(s));
     if (!more) break;
     release(barriers + K_EMPTY, keys);
@@ -639,14 +640,14 @@ window_sinks_bf16_d128_fa3_sink_x00855378(const __grid_constant__ Params p) {
       return;
     }
     if (warp == QUERY_WARP) init_barriers(p, barriers);  // while the load warp works out what it loads first
-    meet(p);
+    wait_for_setup(p);
     if (warp == QUERY_WARP)
       load_queries(p, smem, barriers);
     else
       clean_values(smem, barriers, warp - QUERY_WARP - 1);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
-    meet(p);
-    attend(p, smem, barriers);
+    wait_for_setup(p);
+    consume_work_tiles(p, smem, barriers);
   }
 }

@@ -62,7 +62,7 @@ def test_the_plans_cover_the_families_of_kernels() -> None:
              dict(plan.slots)["coordinates"], spec.split, spec.pack_gqa, spec.dtype) for spec, plan in PLANS}
     assert len(seen) == len(PLANS) == 6 * 2 * (3 * 2 + 2 * 2)  # head dims, dtypes; masks, layouts; masks, packed
     flags = [dict(plan.flags) for _, plan in PLANS]
-    for flag in ("pingpong", "over_queries", "tickets", "stores_rows", "packed", "poisonable"):
+    for flag in ("pingpong", "over_queries", "tile_counter", "stores_rows", "packed", "poisonable"):
         assert {f[flag] for f in flags} == {False, True}, flag
 
 
@@ -170,7 +170,7 @@ def test_lengths_at_the_edges_side_by_side(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize("sms", [1, 2, 5, 13, 60])
 @pytest.mark.parametrize("variant", ["causal_split", "split", "window", "varlen"])
 def test_grids_of_any_size(variant: str, sms: int) -> None:
-    """From one block that does everything to more SMs than there are units: tickets, parts and counters add up."""
+    """From one block for all to more SMs than there are work tiles: tile counter, splits and arrivals add up."""
     spec = small(split="split" in variant, causal="causal" in variant, window=variant == "window",
                  kv_layout="varlen" if variant == "varlen" else "dense", tile={"m": 128, "n": 16})
     window = (40, 30) if spec.window else (-1, -1)
@@ -201,7 +201,7 @@ def test_any_number_of_parts(causal: bool | str, tiles_per_split: int) -> None:
 
 
 def test_the_host_plans_splits_of_its_own() -> None:
-    """That the tests above reach what they are about: parts, tickets drawn, tiles set aside."""
+    """That the tests above reach what they are about: splits, tiles fetched from the counter, tiles set aside."""
     def planned(spec: Spec, tiles: int, seqlen_kv: int = 2048) -> Mapping[str, int | float]:
         return program_of(lower(spec), Sizes(1, 128 * tiles, seqlen_kv, 1, 1), 4).step("fwd").values
 

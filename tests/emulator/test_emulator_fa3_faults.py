@@ -46,20 +46,20 @@ def _small(head_dim: int = 64, **changes: object) -> Spec:
 MUTATED: dict[str, Spec] = {
     "turns, parts, output over queries": _small(split=True, schedule="pingpong"),
     # fp16, whose range has the reference raised by ordinary scores
-    "tickets, output over queries": _small(causal=True, schedule="overlap", dtype="fp16"),
+    "tile counter, output over queries": _small(causal=True, schedule="overlap", dtype="fp16"),
     "turns, output apart": _small(192, causal=True, q_stages=1, split=True, schedule="pingpong"),
     "packed": _small(split=True, causal=True, pack_gqa=True, schedule="overlap"),
     "weights apart": _small(p_operand="shared", schedule="pingpong"),
     "varlen": _small(kv_layout="varlen", causal=True, q_stages=1, schedule="overlap"),
 }
 SYNCHRONISING = re.compile(
-    r"(?<![\w.>])(?:\w+\.)?(?:wait_full|wait_empty|release|release_previous|return_tickets|setmaxnreg_\w+<\w+>|"
+    r"(?<![\w.>])(?:\w+\.)?(?:wait_full|wait_empty|release|release_previous|reset_tile_counter|setmaxnreg_\w+<\w+>|"
     r"mbarrier_(?:wait_parity|arrive\w*)|fence_\w+|wgmma_(?:fence|commit|wait<\d>)|bulk_\w+(?:<[\w\s-]*>)?|"
     r"sync_(?:warp|block)|bar_(?:sync|arrive)(?:(?:_at)?<[^>]*>|_of))\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);")
 FEW = None if SOAK_RUNS else 2  # runs of each variant with what changes nothing
 # (statement, line before it, line after it): why leaving it out changes nothing.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "meet(p);"):
+    ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "wait_for_setup(p);"):
         "with fewer registers the compiler spills, and the result is the same",
 }
 
@@ -126,14 +126,14 @@ def test_the_variants_have_every_statement_of_the_templates() -> None:
     for flag in flags[0]:
         assert any(f[flag] for f in flags) or flag in ("lse", "tile_words"), flag
     assert {choice for plan in plans for choice in plan.slots} >= {
-        (slot, choice) for slot in ("rows", "order", "weights", "output", "units", "coordinates")
+        (slot, choice) for slot in ("rows", "order", "weights", "output", "work", "coordinates")
         for choice in {**SLOTS, **PIECES}[slot]}
 
 
 # name: (variant, file, part of the report, text, its replacement)
 FAULTS = {
     "causal off by one": (
-        "tickets, output over queries", "kernel", "error", "q_pos + diagonal,", "q_pos + diagonal + 1,"),
+        "tile counter, output over queries", "kernel", "error", "q_pos + diagonal,", "q_pos + diagonal + 1,"),
     "last tile not masked": (
         "turns, parts, output over queries", "mask.cuh", "error",
         "clamp_int((top.last + 1) / BLOCK_N", "clamp_int((top.last + BLOCK_N) / BLOCK_N"),
@@ -144,13 +144,13 @@ FAULTS = {
     "another warpgroup's queries": (
         "turns, output apart", "kernel", "", "a.first_query[w]", "a.first_query[0]"),
     "idle warpgroups at the end": (
-        "tickets, output over queries", "query_groups.cuh", "", "+ 1 - w.m_tile) * p.warpgroups",
+        "tile counter, output over queries", "query_groups.cuh", "", "+ 1 - w.m_tile) * p.warpgroups",
         "+ 1 - w.m_tile) * p.warpgroups + 1"),
-    "output not rescaled": ("tickets, output over queries", "kernel", "error", "rescale.apply(o);", ""),
+    "output not rescaled": ("tile counter, output over queries", "kernel", "error", "rescale.apply(o);", ""),
     "sum not rescaled": (
-        "tickets, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= factor;", ""),
+        "tile counter, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= factor;", ""),
     "reference never raised": (
-        "tickets, output over queries", "stale_weights.cuh", "", "rows.far || fmaxf(sums[0], sums[1]) >",
+        "tile counter, output over queries", "stale_weights.cuh", "", "rows.far || fmaxf(sums[0], sums[1]) >",
         "rows.far || 0.0f * fmaxf(sums[0], sums[1]) >"),
     "weights of another warpgroup": (
         "weights apart", "kernel", "", "warpgroup * WeightTile::BYTES", "0 * warpgroup * WeightTile::BYTES"),
@@ -185,16 +185,16 @@ FAULTS = {
     "the image of a row not awaited": (
         "varlen", "store_rows.cuh", "", "    sync_warp();\n    store(panel, target);", "    store(panel, target);"),
     "NaN not looked for": (
-        "tickets, output over queries", "nonfinite.cuh", "NaN",
+        "tile counter, output over queries", "nonfinite.cuh", "NaN",
         "!any_in_warp(((zeros[0] | zeros[1])", "!any_in_warp((0"),
     "NaN of hidden keys added": (
-        "tickets, output over queries", "nonfinite.cuh", "NaN",
+        "tile counter, output over queries", "nonfinite.cuh", "NaN",
         "holds(visible(q_pos + 8 * h), key);", "holds(visible(q_pos + 8 * h), key - 1);"),
     "NaN put back before the output": (
         "varlen", "kernel", "", "if (lane == 0) bulk_wait<0>();  // the output is there", ""),
     "NaN not put back": ("varlen", "kernel", "NaN", "return a.poisoned[0] + a.poisoned[1] != 0", "return false"),
-    "a ticket drawn twice": (
-        "tickets, output over queries", "kernel", "", "gridDim.x + draw_ticket(p.counters)", "gridDim.x"),
+    "a work tile fetched twice": (
+        "tile counter, output over queries", "kernel", "", "gridDim.x + fetch_next_work(p.counters)", "gridDim.x"),
 }
 
 

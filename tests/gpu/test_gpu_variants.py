@@ -124,7 +124,7 @@ def test_tensors_people_have(device: str) -> None:
 
 @pytest.mark.parametrize("name", ["document", "alibi", "sliding_window", "window_sinks"])
 def test_a_graph_replays_with_new_tensors(name: str, cuda: str) -> None:
-    """What tensors hold is read at each replay; the block that draws tickets leaves its counters as it found them."""
+    """What tensors hold is read at each replay; the last block leaves the counters as it found them."""
     spec = one(name, head_dim_qk=128)
     problem = Problem(4, 900, 900, 12, 4, 128, 128, causal=spec.causal)
     inputs = inputs_of(spec, problem, cuda)

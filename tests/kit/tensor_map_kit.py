@@ -76,7 +76,7 @@ def fa3_like(*, kv_layout: str = "dense", partials: bool = True, head_dim_v: int
         template="", element="bf16",
         constants=(Constant("BLOCK_M", ROWS, ""), Constant("BLOCK_N", ROWS, ""), Constant("MAX_SPLITS", 4, ""),
                    Constant("PARTIAL_FLOATS", 32, "")),
-        slots=(), flags=(("tickets", False),),
+        slots=(), flags=(("tile_counter", False),),
         params=(*(Param(f"{t}_map", "tensor_map", "") for t in "qkv"), *pointers, *strides,
                 *(Param(name, "i32", "") for name in SIZES), Param("scale_log2", "f32", "")),
         smem=(Region("MEMORY", 0, 3 * 2048 + 16, "three boxes and a barrier"),), roles=(Role("all", 1),),

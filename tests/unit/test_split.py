@@ -249,7 +249,7 @@ def test_few_tiles_are_cut_and_many_are_not() -> None:
     assert cuts(SMS, False) and cuts(SMS, True)
     assert not cuts(1, False)
     assert cuts(5, False, 3000)
-    assert not cuts(5, True, 3000)  # with tickets and many tiles, the longest first, the blocks end together
+    assert not cuts(5, True, 3000)  # with a tile counter and many tiles, the longest first, the blocks end together
 
 
 # ---- sections of heads

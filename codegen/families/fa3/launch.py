@@ -67,7 +67,7 @@ def _buffers(plan: Plan, num_sms: int, num_parts: int) -> tuple[Buffer, ...]:
 
 def counter_words(num_sms: int) -> int:
     """int32 words of the array `counters`."""
-    return 3 + num_sms  # tickets, blocks that draw none, blocks that wait no more; arrivals at each split tile
+    return 3 + num_sms  # tile counter, blocks done fetching, blocks done merging; arrivals at each split tile
 
 
 def cutting_of(plan: Plan) -> Cutting:

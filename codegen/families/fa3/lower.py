@@ -37,8 +37,8 @@ GATHER_REGISTERS = (40, 152)  # of three, where tiles are found by tensors that 
 ALL_REGISTERS = 255       # of a thread: what each has from the start where only one warpgroup multiplies
 MIN_STAGES = 2            # of keys and values: keys run a tile ahead
 OUT_STAGES = 2            # panels of the output that a warp has under way
-WORK_STAGES = 2           # query tiles announced ahead: the one at work, and the one whose loads run
-TICKET_LEAD = 3           # hides the answer of a device-wide counter; more would hand out tiles too early
+WORK_STAGES = 2           # work tiles published ahead: the one at work, and the one whose loads run
+WORK_PREFETCH_TILES = 3   # hides the answer of a device-wide counter; more would hand out tiles too early
 CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
 # Of the rows of a warp, how many chunks of 8 columns are added up at a time, and parts read together. Two chunks fill a
 # sector of device memory, and keep every SM busy where query tiles are few, as packed ones are; more wait less often.
@@ -46,7 +46,7 @@ MERGED, MERGED_FEW = (4, 4), (2, 6)
 ONE_LOOP_HEAD_DIM = 128   # beyond it, kernels that split have one: a second costs NVRTC 0.3 s of 1.4 (docs/lab/fa3.md)
 GATHER_ROWS = (192, 128)  # of kernels that spill with more, up to GATHER_HEAD_DIM and above: more rows, fewer registers
 GATHER_HEAD_DIM = 64
-ASSIGNMENT_BYTES = 56     # of one announcement, at most, and for each warpgroup
+WORK_TILE_BYTES = 56      # of one WorkTileInfo, at most, and for each warpgroup
 WARPGROUP_BYTES = 24
 
 
@@ -93,9 +93,9 @@ def lower(spec: Spec, target: Target) -> Plan:
         slots=(("layout", "packed" if packed else spec.kv_layout), ("coordinates", spec.kv_layout),
                ("rows", "packed" if packed else "plain"), *expressions.slots_of(spec), ("order", order),
                ("weights", tile.p_operand), ("output", "apart" if out_stages else "over_queries"),
-               ("units", "split" if split else "whole")),
+               ("work", "split" if split else "whole")),
         flags=(("lse", spec.lse), ("varlen", varlen), ("softmax", spec.normalize == "softmax"), ("split", split),
-               ("one_loop", split and spec.head_dim_qk > ONE_LOOP_HEAD_DIM), ("tickets", order != "in_order"),
+               ("one_loop", split and spec.head_dim_qk > ONE_LOOP_HEAD_DIM), ("tile_counter", order != "in_order"),
                ("pingpong", pingpong), ("over_queries", not out_stages),
                ("stores_boxes", not packed), ("stores_rows", varlen or packed), ("packed", packed),
                ("moves_registers", groups in REGISTERS), ("poisonable", poisonable),
@@ -104,7 +104,7 @@ def lower(spec: Spec, target: Target) -> Plan:
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
         launch=Launch(WARPGROUP_THREADS * (groups + 1), 1, _end(smem),
-                      "x = one block per SM, or per unit of work where those are fewer"),
+                      "x = one block per SM, or per work tile where those are fewer"),
         tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
         expressions=expressions.printed(spec),
@@ -143,7 +143,7 @@ def _barriers(tile: TileRow, groups: int, poisonable: bool) -> tuple[Barrier, ..
         Barrier("V_EMPTY", tile.stages, 0, "every mma warp is done with it", WARPGROUP_WARPS),
         Barrier("Q_FULL", q_stages, 1, "the queries of a warpgroup have landed; [warpgroup][stage]"),
         Barrier("Q_EMPTY", q_stages, WARPGROUP_WARPS, "every warp of it is done with them; [warpgroup][stage]"),
-        Barrier("WORK_FULL", WORK_STAGES, 1, "the next query tile is announced"),
+        Barrier("WORK_FULL", WORK_STAGES, 1, "the next work tile has been published"),
         Barrier("WORK_EMPTY", WORK_STAGES, 1 + (CLEAN_WARPS if poisonable else 0),
                 "the other warps are done with it", WARPGROUP_WARPS),
         *((Barrier("V_LANDED", tile.stages, 1, "a tile of values has landed that not every row sees whole"),)
@@ -164,8 +164,8 @@ def _smem(spec: Spec, tile: TileRow, groups: int, walked: bool, out_stages: int,
           if out_stages else ()),
         *((("WEIGHTS", groups * tile_bytes(WARPGROUP_ROWS, tile.n), f"[{groups} warpgroups] of 64 rows of weights"),)
           if tile.p_operand == "shared" else ()),
-        ("WORK", WORK_STAGES * (ASSIGNMENT_BYTES + groups * WARPGROUP_BYTES),
-         f"{WORK_STAGES} announcements of query tiles"),
+        ("WORK", WORK_STAGES * (WORK_TILE_BYTES + groups * WARPGROUP_BYTES),
+         f"{WORK_STAGES} work tiles"),
         *((("TILES", round_up(4 * tile.stages * (groups + 1), 16),
             f"[stages][{groups} warpgroups] tile of keys in a stage; [stages] of values"),) if walked else ()),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
@@ -220,8 +220,8 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         Constant("BLOCK_N", tile.n, "keys per tile"),
         Constant("NUM_STAGES", tile.stages, "K tiles, and V tiles, in shared memory"),
         Constant("Q_STAGES", tile.q_stages, "query tiles of each warpgroup"),
-        Constant("WORK_STAGES", WORK_STAGES, "query tiles announced ahead"),
-        Constant("TICKET_LEAD", TICKET_LEAD, "key tiles left to load when a block asks for its next unit"),
+        Constant("WORK_STAGES", WORK_STAGES, "work tiles published ahead"),
+        Constant("WORK_PREFETCH_TILES", WORK_PREFETCH_TILES, "key tiles left when a block fetches its next work tile"),
         Constant("NUM_THREADS", WARPGROUP_THREADS * (groups + 1), "at most, with the warpgroup of copy warps"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and out in device memory"),
@@ -269,7 +269,7 @@ def _params(spec: Spec, order: str, split: bool, pingpong: bool) -> tuple[Param,
     maps = [Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]")
             for name in ("q", "k", "v", "out") if _has_map(spec, name)]
     pointers = [*tensor_params(spec), *LAYOUTS[spec.kv_layout], *expressions.pointer_params(spec),
-                Param("counters", "i32_out", "tickets and arrivals, zero between launches")]
+                Param("counters", "i32_out", "tile counter and arrival counts, zero between launches")]
     sizes = [*size_params(spec), Param("warpgroups", "i32", "that multiply, in this launch"),
              Param("block_rows", "divisor", "64 * warpgroups"),
              *((Param("pingpong_threads", "i32", "at a pingpong barrier: of two warpgroups, or of the only one"),)

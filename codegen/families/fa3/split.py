@@ -163,7 +163,7 @@ class Grid(NamedTuple):
         parts."""
         left = self.tiles % self.num_sms
         if self.cut.causal and not self.cut.packed:
-            # Blocks draw tickets, long tiles first, and end together without parts, unless tiles are few or equally
+            # Blocks fetch long tiles first and end together without parts, unless tiles are few or equally
             # long.
             if self.tiles >= self.num_sms and self.seqlen_kv < 2 * self.seqlen_q:
                 return {}
