@@ -44,7 +44,7 @@ def _small(head_dim: int = 64, **changes: object) -> Spec:
 
 
 MUTATED: dict[str, Spec] = {
-    "turns, parts, output over queries": _small(split=True, schedule="pingpong"),
+    "turns, splits, output over queries": _small(split=True, schedule="pingpong"),
     # fp16, whose range has the reference raised by ordinary scores
     "tile counter, output over queries": _small(causal=True, schedule="overlap", dtype="fp16"),
     "turns, output apart": _small(192, causal=True, q_stages=1, split=True, schedule="pingpong"),
@@ -135,12 +135,12 @@ FAULTS = {
     "causal off by one": (
         "tile counter, output over queries", "kernel", "error", "q_pos + diagonal,", "q_pos + diagonal + 1,"),
     "last tile not masked": (
-        "turns, parts, output over queries", "mask.cuh", "error",
+        "turns, splits, output over queries", "mask.cuh", "error",
         "clamp_int((top.last + 1) / BLOCK_N", "clamp_int((top.last + BLOCK_N) / BLOCK_N"),
     "parity of a round not turned": (
-        "turns, parts, output over queries", "ring.cuh", "", "round ^= stage == 0;", ""),
+        "turns, splits, output over queries", "ring.cuh", "", "round ^= stage == 0;", ""),
     "values read as keys": (
-        "turns, parts, output over queries", "kernel", "", "descriptor(smem + SMEM_V)", "descriptor(smem + SMEM_K)"),
+        "turns, splits, output over queries", "kernel", "", "descriptor(smem + SMEM_V)", "descriptor(smem + SMEM_K)"),
     "another warpgroup's queries": (
         "turns, output apart", "kernel", "", "a.first_query[w]", "a.first_query[0]"),
     "idle warpgroups at the end": (
@@ -154,20 +154,22 @@ FAULTS = {
         "rows.far || 0.0f * fmaxf(sums[0], sums[1]) >"),
     "weights of another warpgroup": (
         "weights apart", "kernel", "", "warpgroup * WeightTile::BYTES", "0 * warpgroup * WeightTile::BYTES"),
-    "parts not weighted": (
-        "turns, parts, output over queries", "merge.cuh", "error", "fmaf(weight, columns", "fmaf(1.0f, columns"),
+    "splits not weighted": (
+        "turns, splits, output over queries", "merge_per_warp.cuh", "error",
+        "fmaf(weight, columns", "fmaf(1.0f, columns"),
     "arrivals not put back": (
-        "turns, parts, output over queries", "merge.cuh", "leaves counter", "arrivals[i] = 0;", ""),
-    "one part left out": (
-        "turns, parts, output over queries", "merge.cuh", "error",
-        "for (int begin = 0; begin < parts;", "for (int begin = 1; begin < parts;"),
+        "turns, splits, output over queries", "merge_per_warp.cuh", "leaves counter", "arrivals[i] = 0;", ""),
+    "one split left out": (
+        "turns, splits, output over queries", "merge_per_warp.cuh", "error",
+        "for (int begin = 0; begin < splits;", "for (int begin = 1; begin < splits;"),
     "blocks that are done not put back": (
-        "turns, parts, output over queries", "merge.cuh", "leaves counter", "*done = 0;", ";"),
-    "parts not waited for": (
-        "turns, parts, output over queries", "kernel", "", "parts * 4 * p.warpgroups);\n",
-        "parts * 4 * p.warpgroups - 1);\n"),
-    "a part of the wrong tile": (
-        "turns, parts, output over queries", "kernel", "", "p.counters + ARRIVALS + a.tail", "p.counters + ARRIVALS"),
+        "turns, splits, output over queries", "merge_per_warp.cuh", "leaves counter", "*done = 0;", ";"),
+    "splits not waited for": (
+        "turns, splits, output over queries", "kernel", "", "splits * 4 * p.warpgroups);\n",
+        "splits * 4 * p.warpgroups - 1);\n"),
+    "a split of the wrong tile": (
+        "turns, splits, output over queries", "kernel", "",
+        "p.counters + ARRIVALS + a.split_tile", "p.counters + ARRIVALS"),
     "rows of another head": ("packed", "kernel", "", "head = row % p.heads_per_kv_head", "head = 0"),
     "rows are queries": ("packed", "kernel", "error", "row = row / p.heads_per_kv_head;", ""),
     "the first masked tile": (
@@ -202,7 +204,7 @@ FAULTS = {
 FAULTS_OF_FEW = {
     "arrivals of all that there could be": ("kernel", "K_EMPTY + i, 4 * p.warpgroups)",
                                             "K_EMPTY + i, 4 * WARPGROUPS)"),
-    "parts of all that there could be": ("kernel", "parts * 4 * p.warpgroups)", "parts * SLABS)"),
+    "splits of all that there could be": ("kernel", "splits * 4 * p.warpgroups)", "splits * PARTIAL_TILES)"),
     "queries of all that there could be": ("kernel", "int w = 0; w < p.warpgroups", "int w = 0; w < WARPGROUPS"),
     "a turn for two": ("kernel", "bar_arrive_of(next_turn, p.pingpong_threads)", "bar_arrive_of(next_turn, 256)"),
     "a start for more than there are": ("kernel", "p.block_rows * 2 + 128", "NUM_THREADS"),
@@ -214,7 +216,7 @@ FAULTS_OF_FEW = {
 @pytest.mark.parametrize("name", FAULTS_OF_FEW)
 def test_a_fault_of_few_warpgroups_is_caught(name: str) -> None:
     with tiles_of_warpgroups(1), emulated_sms(5):  # so many that a last round is ragged
-        assert report_of_fault(MUTATED["turns, parts, output over queries"], *FAULTS_OF_FEW[name]), "not caught"
+        assert report_of_fault(MUTATED["turns, splits, output over queries"], *FAULTS_OF_FEW[name]), "not caught"
 
 
 @pytest.mark.parametrize("name", FAULTS)

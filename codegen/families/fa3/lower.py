@@ -40,8 +40,8 @@ OUT_STAGES = 2            # panels of the output that a warp has under way
 WORK_STAGES = 2           # work tiles published ahead: the one at work, and the one whose loads run
 WORK_PREFETCH_TILES = 3   # hides the answer of a device-wide counter; more would hand out tiles too early
 CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
-# Of the rows of a warp, how many chunks of 8 columns are added up at a time, and parts read together. Two chunks fill a
-# sector of device memory, and keep every SM busy where query tiles are few, as packed ones are; more wait less often.
+# (8-column chunks per merge pass, splits read together). Two chunks fill a sector of device memory, and keep every SM
+# busy where query tiles are few, as they are with pack-GQA; more chunks wait less often.
 MERGED, MERGED_FEW = (4, 4), (2, 6)
 ONE_LOOP_HEAD_DIM = 128   # beyond it, kernels that split have one: a second costs NVRTC 0.3 s of 1.4 (docs/lab/fa3.md)
 GATHER_ROWS = (192, 128)  # of kernels that spill with more, up to GATHER_HEAD_DIM and above: more rows, fewer registers
@@ -256,10 +256,10 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         chunks, at_once = MERGED if cols_v % (8 * MERGED[0]) == 0 and not spec.pack_gqa else MERGED_FEW
         constants += [
             Constant("PARTIAL_FLOATS", groups * (cols_v // 2 + 4) * WARPGROUP_THREADS,
-                     "one part: output, reference and sum of every mma thread"),
+                     "one split: output, row references and row sums of all consumer threads"),
             Constant("MERGED_CHUNKS", chunks, "8 columns each, of the rows that a warp adds up at a time"),
-            Constant("PARTS_AT_ONCE", at_once, "read together"),
-            Constant("MERGE_BARRIER", 1 + groups, "the named barrier behind those for turns: no warp waits for parts"),
+            Constant("SPLITS_AT_ONCE", at_once, "read together"),
+            Constant("MERGE_BARRIER", 1 + groups, "the named barrier behind those for pingpong: all warps have merged"),
         ]
     return tuple(constants)
 

@@ -59,7 +59,7 @@ class Cutting(NamedTuple):
 
     @property
     def part_row_bytes(self) -> int:
-        """Of device memory, for one row of a part: merge.cuh."""
+        """Of device memory, for one row of a part: merge_per_warp.cuh."""
         return 4 * round_up(self.head_dim_v, 16) + 32
 
     @property
@@ -140,8 +140,8 @@ class Grid(NamedTuple):
         return min(self.seqlen_q, queries) * (self.group if self.cut.packed else 1) * self.cut.part_row_bytes
 
     def length(self, place: int) -> int:
-        """Tiles of keys of a tile of queries: number `place` of a head, the longest first. As num_parts in
-        templates/fa3/parts.cuh.j2 counts them."""
+        """Tiles of keys of a tile of queries: number `place` of a head, the longest first. As num_splits in
+        templates/fa3/splits.cuh.j2 counts them."""
         last = self.reach
         if self.cut.causal:
             # Tiles end with the last group of queries (first_group in flashgen/query_groups.cuh).
