@@ -30,9 +30,9 @@ class KvLoop:
     ends_at: str = ""               # fa2: a member of KvTiles; fa3: a variable or function of the skeleton
     masks_every_tile: bool = False
     masks_cut_tiles: bool = False   # fa3: only tiles from full_end on are masked
-    relate: str = "stale"           # fa3: how scores become relative to their row's reference, softmax_stale.cuh
+    subtract: str = "row_ref"       # fa3: which subtract_... of softmax_lazy.cuh scores go through
     may_reach_end: bool = False     # fa3: behind this loop there may be no tiles left
-    first_keys_met: bool = False    # fa3: by now every row has met its first key, if it ever does
+    rows_started: bool = False      # fa3: every row that sees a key has seen one before this loop
 
 
 _RIGHT_TITLE = "tiles that the mask cuts on the right: masked"
@@ -43,16 +43,16 @@ _DOWN_RIGHT = KvLoop(_RIGHT_TITLE, "full_end", masks_every_tile=True)
 _DOWN_WHOLE = KvLoop(_WHOLE_TITLE, "full_begin")
 _DOWN_LEFT = KvLoop("tiles that the window cuts on the left: masked", "begin", masks_every_tile=True)
 
-_UP_WHOLE = KvLoop(_WHOLE_TITLE, "whole_end()", first_keys_met=True)
+_UP_WHOLE = KvLoop(_WHOLE_TITLE, "whole_end()", rows_started=True)
 _UP_RIGHT = KvLoop(_RIGHT_TITLE, "tiles.end", masks_every_tile=True)
 _UP_END = KvLoop(_END_TITLE, "tiles.end", masks_every_tile=True)
 # Both ends of a mask that cuts on two sides: one text less to compile (a fifth of the kernel).
 _UP_SIDES = KvLoop("tiles that the mask cuts, or in which a row may meet its first key: masked", "masked_end",
-                   masks_every_tile=True, relate="any", may_reach_end=True)
+                   masks_every_tile=True, subtract="max_if_new_row", may_reach_end=True)
 # Instead of one loop for whole tiles and one for the others, where that takes the compiler too long (flag one_loop).
 ONE_LOOP = (KvLoop("all tiles, masked from where the mask cuts", "tiles.end", masks_cut_tiles=True,
-                   first_keys_met=True),)
-_BY_CLASS = KvLoop("tiles that some row of the block sees, from the last to the first", relate="any")
+                   rows_started=True),)
+_BY_CLASS = KvLoop("tiles that some row of the block sees, from the last to the first", subtract="max_if_new_row")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ ORDERS: dict[str, tuple[Param, ...]] = {
                       Param("heads_at_the_end", "divisor", "in the last section")),
 }
 
-WEIGHTS = ("registers", "shared")  # where the A operand of the value product is
+P_OPERANDS = ("registers", "shared")  # where P, the A operand of the PV product, is
 
 ROWS: dict[str, tuple[Param, ...]] = {
     "plain": (),
@@ -113,7 +113,7 @@ ROWS: dict[str, tuple[Param, ...]] = {
 
 SLOTS: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, "packed"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
-    "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "weights": WEIGHTS,
+    "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
 
@@ -122,7 +122,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
 PIECES: dict[str, tuple[str, ...]] = {
     "walk": ("ranges", "classes"),        # tiles of keys are a range, or are found by their class
     "loops": ("in_turn", "alternating"),  # fa3, ranges: loops run in turn, or one before and after the other; by mask
-    "normalize": ("softmax", "none"),     # weights are a softmax, or the scores themselves
+    "normalize": ("softmax", "none"),     # P is a softmax, or the scores themselves
     "output": ("apart", "over_queries"),  # fa3: the output waits in room of its own, or in that of its queries
     "work": ("whole", "split"),           # fa3: a work tile is a query tile, or may be a split of one
     "query": ("registers", "shared"),     # fa2: where the A operand of the score product is

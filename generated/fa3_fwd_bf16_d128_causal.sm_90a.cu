@@ -5,7 +5,7 @@
 // spec: name fa3_fwd; family fa3; pass fwd; dtype bf16; head_dim_qk 128; head_dim_v 128; causal True;
 //   kv_layout dense; score none; lse True
 // slots: layout dense; coordinates dense; rows plain; mask causal; walk ranges; normalize softmax; order
-//   longest_first; weights registers; output over_queries; work whole
+//   longest_first; p_operand registers; output over_queries; work whole
 // roles: load 4 warps of 32 registers per thread; mma 12 warps of 160 registers per thread
 // grid: x = one block per SM, or per work tile where those are fewer
 // tile: fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)
@@ -22,7 +22,7 @@
 #include "flashgen/ptx/tma.cuh"
 #include "flashgen/query_groups.cuh"
 #include "flashgen/ring.cuh"
-#include "flashgen/stale_weights.cuh"
+#include "flashgen/softmax_lazy_exp.cuh"
 #include "flashgen/store_rows.cuh"
 #include "flashgen/tile_counter.cuh"
 
@@ -37,7 +37,7 @@ constexpr int WORK_PREFETCH_TILES = 3;  // key tiles left when a block fetches i
 constexpr int NUM_THREADS = 512;  // at most, with the warpgroup of copy warps
 constexpr int HEAD_DIM_QK = 128;  // columns of q and k in device memory
 constexpr int HEAD_DIM_V = 128;  // columns of v and out in device memory
-constexpr int MMA_COLS_QK = 128;  // columns the score product runs over, surplus zero
+constexpr int MMA_COLS_QK = 128;  // columns the QK product runs over, surplus zero
 constexpr int MMA_COLS_V = 128;  // columns of the output fragments, likewise
 constexpr int SMEM_COLS_QK = 128;  // columns stored of q and k: whole panels, surplus zero
 constexpr int SMEM_COLS_V = 128;  // columns stored of v, likewise
@@ -183,24 +183,24 @@ FG_DEVICE int ordered_tile(const Params& p, int tile) {
   return (first_head + place % heads_here) * p.m_tiles + place / heads_here;
 }
 
-// weights: registers. The fragments of scores are, packed, those of the value product's operand.
-struct Weights {
+// p_operand: registers. The fragments of scores are, packed, those of the A operand of the PV product.
+struct POperand {
   uint32_t fragments[BLOCK_N / 16][4];
 };
-FG_DEVICE Weights place_of_weights(unsigned char* smem, int warpgroup) { return {}; }
-FG_DEVICE void keep(Weights& weights, const float (&s)[1][BLOCK_N / 8][4]) {
-  pack_weights<Element>(weights.fragments, s);
+FG_DEVICE POperand p_operand_of(unsigned char* smem, int warpgroup) { return {}; }
+FG_DEVICE void store_p(POperand& p_operand, const float (&s)[1][BLOCK_N / 8][4]) {
+  pack_p<Element>(p_operand.fragments, s);
 }
-FG_DEVICE void exponentiate(Weights& weights, float (&sums)[2], const float (&s)[1][BLOCK_N / 8][4]) {
-  pack_exponentials<Element>(weights.fragments, sums, s);
+FG_DEVICE void exponentiate(POperand& p_operand, float (&sums)[2], const float (&s)[1][BLOCK_N / 8][4]) {
+  pack_exponentials<Element>(p_operand.fragments, sums, s);
 }
-FG_DEVICE void clear(Weights& weights) { fill_zero(weights.fragments); }
-FG_DEVICE void multiply_values(float (&o)[1][MMA_COLS_V / 8][4], Weights& weights, uint64_t v_desc) {
-  issue_values<ValueTile, Element>(o, weights.fragments, v_desc);
+FG_DEVICE void clear(POperand& p_operand) { fill_zero(p_operand.fragments); }
+FG_DEVICE void multiply_pv(float (&o)[1][MMA_COLS_V / 8][4], POperand& p_operand, uint64_t v_desc) {
+  issue_pv<ValueTile, Element>(o, p_operand.fragments, v_desc);
 }
 template <int PENDING>
-FG_DEVICE void wait_for_values(float (&o)[1][MMA_COLS_V / 8][4], Weights& weights) {
-  wgmma_wait<PENDING>(registers_of(o), weights.fragments);
+FG_DEVICE void wait_for_pv(float (&o)[1][MMA_COLS_V / 8][4], POperand& p_operand) {
+  wgmma_wait<PENDING>(registers_of(o), p_operand.fragments);
 }
 
 // ---- the start
@@ -430,21 +430,21 @@ FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t
   pin_registers(v_desc);
   float s[1][BLOCK_N / 8][4];
   float o[1][MMA_COLS_V / 8][4];
-  Weights weights = place_of_weights(smem, this_warpgroup());
+  POperand p_operand = p_operand_of(smem, this_warpgroup());
   const auto wait_for_queries = [&] {
     queries.wait_full(barriers + Q_FULL + this_warpgroup() * Q_STAGES);
     return AlongColumns<QueryTile>::descriptor(
         smem + SMEM_Q + (this_warpgroup() * Q_STAGES + queries.stage) * QueryTile::BYTES);
   };
   const auto start_scores = [&](uint64_t q_desc, int k_stage) {
-    issue_scores<QueryTile, KeyTile, MMA_COLS_QK / 16, Element>(
+    issue_qk<QueryTile, KeyTile, MMA_COLS_QK / 16, Element>(
         s, q_desc, wgmma_descriptor_advance<KeyTile::BYTES>(k_desc, k_stage));
   };
   const auto start_values = [&] {
     values.wait_full(barriers + V_FULL);
-    multiply_values(o, weights, wgmma_descriptor_advance<ValueTile::BYTES>(v_desc, values.stage));
+    multiply_pv(o, p_operand, wgmma_descriptor_advance<ValueTile::BYTES>(v_desc, values.stage));
   };
-  const auto make_weights = [&](float (&sums)[2]) { exponentiate(weights, sums, s); };
+  const auto make_p = [&](float (&sums)[2]) { exponentiate(p_operand, sums, s); };
   const auto release = [&](uint64_t* empty, const Ring<NUM_STAGES>& ring) {
     if (lane == 0) mbarrier_arrive(empty + ring.stage);
   };
@@ -479,11 +479,11 @@ FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t
     const auto visible = [&](int row) {
       return visible_keys(p, row, work.seqlen_q, work.seqlen_kv);
     };
-    StaleRows rows;
+    LazyRowState rows;
     if (tile < tiles.full_begin || tile >= tiles.full_end)
       mask_scores(s, row, tile * BLOCK_N + lane_col, visible);
-    relate_exact<Element>(s, rows, p.scale_log2);
-    weigh_exact(rows, make_weights);
+    subtract_new_max<Element>(s, rows, p.scale_log2);
+    exp_only(rows, make_p);
     fill_zero(o);
     if (stored_stage >= 0 && lane == 0) {  // the copy engine has read the last query tile's output by now
       bulk_wait_read<0>();
@@ -492,7 +492,7 @@ FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t
     ++tile;
     const auto whole_end = [&] { return min_int(tiles.full_end, tiles.end); };
     // ---- tiles that every row sees whole
-    rows.settle();
+    rows.default_empty_row_refs();
     for (; tile < whole_end(); ++tile) {
       keys.wait_full(barriers + K_FULL);
       bar_sync_of(my_turn, p.pingpong_threads);
@@ -501,11 +501,11 @@ FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t
       bar_arrive_of(next_turn, p.pingpong_threads);
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
-      Rescale rescale = relate_stale<Element>(s, rows, p.scale_log2);
-      wait_for_values<0>(o, weights);
+      Rescale rescale = subtract_row_ref<Element>(s, rows, p.scale_log2);
+      wait_for_pv<0>(o, p_operand);
       release(barriers + V_EMPTY, values);
       advance();
-      weigh<Element>(s, rows, rescale, make_weights);
+      exp_and_check<Element>(s, rows, rescale, make_p);
       rescale.apply(o);
     }
     // ---- tiles that the mask cuts on the right: masked
@@ -518,11 +518,11 @@ FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
       mask_scores(s, row, tile * BLOCK_N + lane_col, visible);
-      Rescale rescale = relate_stale<Element>(s, rows, p.scale_log2);
-      wait_for_values<0>(o, weights);
+      Rescale rescale = subtract_row_ref<Element>(s, rows, p.scale_log2);
+      wait_for_pv<0>(o, p_operand);
       release(barriers + V_EMPTY, values);
       advance();
-      weigh<Element>(s, rows, rescale, make_weights);
+      exp_and_check<Element>(s, rows, rescale, make_p);
       rescale.apply(o);
     }
 
@@ -532,7 +532,7 @@ FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t
     start_values();
     const int skipped = first_lane(a.range.end) - tiles.end;
     if (skipped > 0) {  // tiles that only later rows of the block see: passed on in the order of their loads
-      wait_for_values<0>(o, weights);
+      wait_for_pv<0>(o, p_operand);
       release(barriers + V_EMPTY, values);
       for (int i = 0; i < skipped; ++i) {
         bar_sync_of(my_turn, p.pingpong_threads);
@@ -552,7 +552,7 @@ FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t
       keys.wait_full(barriers + K_FULL);
     }
     start_scores(q_desc, more ? keys.stage : 0);  // at the end idle: a branch would serialise wgmma
-    wait_for_values<1>(o, weights);
+    wait_for_pv<1>(o, p_operand);
     if (!more) wgmma_wait<0>(registers_of(s));  // those are this tile's own queries
     if (skipped == 0) release(barriers + V_EMPTY, values);
 

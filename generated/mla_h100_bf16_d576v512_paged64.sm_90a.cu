@@ -19,7 +19,7 @@
 #include "flashgen/ptx/tma.cuh"
 #include "flashgen/ring.cuh"
 #include "flashgen/segments.cuh"
-#include "flashgen/stale_weights.cuh"
+#include "flashgen/softmax_lazy_exp.cuh"
 #include "flashgen/store_rows.cuh"
 
 using Element = bf16;
@@ -243,7 +243,7 @@ FG_DEVICE int* part_counters(const Params& p, int first_block) { return p.counte
 // The end of a segment, by both warpgroups: the output, or where other blocks have tiles of the same
 // request, this part of it.
 FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1][HALF_COLS / 8][4],
-                              const StaleRows& rows, int half, const Segment& announced, int index) {
+                              const LazyRowState& rows, int half, const Segment& announced, int index) {
   const Segment segment = uniform_copy(announced);
   const int warp = threadIdx.x % 128 / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int lane_row = 16 * warp + lane / 4, warp_rows = segment.end_row - segment.first_row - 16 * warp;
@@ -369,7 +369,7 @@ struct Warpgroup {
   uint32_t weights[BLOCK_N / 16][4];
   // The last panels of the queries: shared memory is busy enough.
   uint32_t q_regs[REGISTER_QUERY_PANELS][PANEL_STEPS][4];
-  StaleRows rows;
+  LazyRowState rows;
   Place at{0};  // of the tile whose values are due
   int own = 0;  // the segment
 
@@ -469,7 +469,7 @@ struct Warpgroup {
     mbarrier_wait_parity(barriers + WEIGHTS_FULL + at.pair(), at.pair_round());
     const float* const subtrahend = subtrahends() + at.pair() * BLOCK_M;
     if (first) {
-      rows = StaleRows();
+      rows = LazyRowState();
 #pragma unroll
       for (int h = 0; h < 2; ++h) rows.subtrahend[0][h] = subtrahend[8 * h];
       rows.see_far();
@@ -510,8 +510,8 @@ struct Warpgroup {
 
   // Scores to weights, here and in shared memory for the other warpgroup. `keys`: of the request, from the
   // tile's first on; `first`: of its segment.
-  FG_DEVICE Rescale make_weights(const Place& place, int keys, bool first) {
-    if (first) rows = StaleRows::unseen();
+  FG_DEVICE Rescale make_p(const Place& place, int keys, bool first) {
+    if (first) rows = LazyRowState::unseen();
     if (keys - p.masked_keys < BLOCK_N) {
       const Visible visible(p, keys, segment().first_row + lane_row);
       if (p.masked_keys > 0)
@@ -519,11 +519,11 @@ struct Warpgroup {
                                              min_int(keys, BLOCK_N));
       hide_keys(s, visible, 2 * (lane % 4));
     }
-    const Rescale rescale = relate_checked<Element>(s, rows, p.scale_log2);
+    const Rescale rescale = subtract_and_check<Element>(s, rows, p.scale_log2);
     exponentiate(s, rows);
-    pack_weights<Element>(weights, s);
+    pack_p<Element>(weights, s);
     bar_sync_at<128>(SCORES_BARRIER + half);  // the products of all warps have read the RoPE columns
-    store_weights<PairTile>(smem + SMEM_PAIR + place.pair() * PairTile::BYTES, weights);
+    store_p_tile<PairTile>(smem + SMEM_PAIR + place.pair() * PairTile::BYTES, weights);
     if (lane % 4 == 0 && (first || rescale.any)) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) subtrahends()[place.pair() * BLOCK_M + 8 * h] = rows.subtrahend[0][h];
@@ -556,7 +556,7 @@ struct Warpgroup {
       make_scores(at.anew());
       if (tile + 1 < tiles) bar_arrive<TURN_BARRIER, 256>();
       if (tile + 2 >= tiles) release(barriers + Q_EMPTY);  // these were the last scores
-      const Rescale rescale = make_weights(at.anew(), keys, tile == 0);
+      const Rescale rescale = make_p(at.anew(), keys, tile == 0);
       if (tile > 0) rescale.apply(o);
       start_own_values(0, tile == 0);
       end_values(0, false);
@@ -576,7 +576,7 @@ struct Warpgroup {
       make_scores(at.anew(1));
       if (tile + 3 >= tiles) release(barriers + Q_EMPTY);
       start_others_values(1, tile == 0);
-      const Rescale rescale = make_weights(at.anew(1), keys, false);
+      const Rescale rescale = make_p(at.anew(1), keys, false);
       end_values(1, true);
       rescale.apply(o);
       bar_sync<VALUES_BARRIER, 256>();

@@ -63,7 +63,7 @@ DEFAULT_WINDOW = (1024, 0)        # of those, for variants with a window
 # What a refusal is counted under, by a word of its text; the first that occurs.
 _REFUSALS = {"registers": "more registers than a thread has", "shared memory": "more shared memory than there is",
              "threads": "more threads than fit", "fragments": "query rows that the warps cannot share out",
-             "pingpong": "turns of a single warpgroup", "p_operand": "key tiles that panels of weights do not divide"}
+             "pingpong": "turns of a single warpgroup", "p_operand": "key tiles that panels of P do not divide"}
 
 
 @dataclass(frozen=True)

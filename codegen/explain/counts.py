@@ -158,7 +158,7 @@ def count(plan: Plan, spec: Spec, shape: Shape, *, registers: int | None, varian
     need = None
     if plan.wgmma_shapes:
         need = register_need(plan.constant("BLOCK_N"), plan.constant("MMA_COLS_V"),
-                             dict(plan.slots).get("weights", "registers"))
+                             dict(plan.slots).get("p_operand", "registers"))
     return Counts(plan, shape, registers_max, registers, need, work, traffic,
                   _roofline(work, traffic, target.device, bool(plan.wgmma_shapes)), variants, seen.unknown,
                   seen.exact)

@@ -229,7 +229,7 @@ def test_random_problems(variant: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("changes", [{}, {"causal": True}, {"window": True}, {"split": True}, {"dtype": "fp16"}],
                          ids=str)
 def test_scores_that_grow_along_the_keys(changes: dict[str, object]) -> None:
-    """So that the reference of softmax_stale.cuh is raised again and again, in bf16 too, which waits the longest."""
+    """So that the reference of softmax_lazy.cuh is raised again and again, in bf16 too, which waits the longest."""
     spec = small(**changes)
     window = (120, 60) if spec.window else (-1, -1)
     for growth in (0.03, 0.3, 3.0):

@@ -49,7 +49,7 @@ MUTATED: dict[str, Spec] = {
     "tile counter, output over queries": _small(causal=True, schedule="overlap", dtype="fp16"),
     "turns, output apart": _small(192, causal=True, q_stages=1, split=True, schedule="pingpong"),
     "packed": _small(split=True, causal=True, pack_gqa=True, schedule="overlap"),
-    "weights apart": _small(p_operand="shared", schedule="pingpong"),
+    "P in shared memory": _small(p_operand="shared", schedule="pingpong"),
     "varlen": _small(kv_layout="varlen", causal=True, q_stages=1, schedule="overlap"),
 }
 SYNCHRONISING = re.compile(
@@ -126,7 +126,7 @@ def test_the_variants_have_every_statement_of_the_templates() -> None:
     for flag in flags[0]:
         assert any(f[flag] for f in flags) or flag in ("lse", "tile_words"), flag
     assert {choice for plan in plans for choice in plan.slots} >= {
-        (slot, choice) for slot in ("rows", "order", "weights", "output", "work", "coordinates")
+        (slot, choice) for slot in ("rows", "order", "p_operand", "output", "work", "coordinates")
         for choice in {**SLOTS, **PIECES}[slot]}
 
 
@@ -148,12 +148,12 @@ FAULTS = {
         "+ 1 - w.m_tile) * p.warpgroups + 1"),
     "output not rescaled": ("tile counter, output over queries", "kernel", "error", "rescale.apply(o);", ""),
     "sum not rescaled": (
-        "tile counter, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= factor;", ""),
+        "tile counter, output over queries", "softmax_lazy.cuh", "error", "rows.sum[0][h] *= factor;", ""),
     "reference never raised": (
-        "tile counter, output over queries", "stale_weights.cuh", "", "rows.far || fmaxf(sums[0], sums[1]) >",
+        "tile counter, output over queries", "softmax_lazy_exp.cuh", "", "rows.far || fmaxf(sums[0], sums[1]) >",
         "rows.far || 0.0f * fmaxf(sums[0], sums[1]) >"),
-    "weights of another warpgroup": (
-        "weights apart", "kernel", "", "warpgroup * WeightTile::BYTES", "0 * warpgroup * WeightTile::BYTES"),
+    "P of another warpgroup": (
+        "P in shared memory", "kernel", "", "warpgroup * PTile::BYTES", "0 * warpgroup * PTile::BYTES"),
     "splits not weighted": (
         "turns, splits, output over queries", "merge_per_warp.cuh", "error",
         "fmaf(weight, columns", "fmaf(1.0f, columns"),

@@ -62,7 +62,7 @@ def lower(spec: Spec, target: Target) -> Plan:
         row = replace(row, m=rows, warps=rows // WARPGROUP_ROWS * WARPGROUP_WARPS,
                       source=f"{row.source}; with fewer rows, as each score reads an element of a tensor")
     varlen = spec.kv_layout == "varlen"
-    # Rows of other sequences, or hidden keys: values that a weight of 0 does not silence.
+    # Rows of other sequences, or hidden keys: values that a P of 0 does not silence.
     poisonable = varlen or mask != "full"
 
     def in_smem(tile: TileRow) -> tuple[tuple[Barrier, ...], tuple[Region, ...]]:
@@ -92,7 +92,7 @@ def lower(spec: Spec, target: Target) -> Plan:
         constants=_constants(spec, tile, groups, out_stages, split, pingpong, poisonable),
         slots=(("layout", "packed" if packed else spec.kv_layout), ("coordinates", spec.kv_layout),
                ("rows", "packed" if packed else "plain"), *expressions.slots_of(spec), ("order", order),
-               ("weights", tile.p_operand), ("output", "apart" if out_stages else "over_queries"),
+               ("p_operand", tile.p_operand), ("output", "apart" if out_stages else "over_queries"),
                ("work", "split" if split else "whole")),
         flags=(("lse", spec.lse), ("varlen", varlen), ("softmax", spec.normalize == "softmax"), ("split", split),
                ("one_loop", split and spec.head_dim_qk > ONE_LOOP_HEAD_DIM), ("tile_counter", order != "in_order"),
@@ -124,9 +124,9 @@ def _check_tile(spec: Spec, tile: TileRow) -> None:
     if tile.m != WARPGROUP_ROWS * groups or tile.warps != WARPGROUP_WARPS * groups or not 1 <= groups <= MAX_WARPGROUPS:
         refuse(f"tile.m {tile.m} with {tile.warps} mma warps", "64, 128, 192 or 256 rows, with 4 warps for every 64")
     if tile.n % 16:
-        refuse(f"tile.n {tile.n} is not a multiple of 16", "multiples of 16 (one k-step of the value product)")
+        refuse(f"tile.n {tile.n} is not a multiple of 16", "multiples of 16 (one k-step of the PV product)")
     if tile.p_operand == "shared" and tile.n % 32:
-        refuse(f"tile.n {tile.n} with p_operand shared", "multiples of 32 (whole panels of weights)")
+        refuse(f"tile.n {tile.n} with p_operand shared", "multiples of 32 (whole panels of P)")
     need = register_need(tile.n, round_up(spec.head_dim_v, 16), tile.p_operand)
     _, limit = _registers(spec, groups) or (0, ALL_REGISTERS)
     if need.total > limit:
@@ -162,7 +162,7 @@ def _smem(spec: Spec, tile: TileRow, groups: int, walked: bool, out_stages: int,
         *((("OUT", WARPGROUP_WARPS * groups * out_stages * WARP_ROWS * 2 * _panel_cols(spec.head_dim_v),
             f"[{WARPGROUP_WARPS * groups} warps][{out_stages} panels] of {WARP_ROWS} rows of the output"),)
           if out_stages else ()),
-        *((("WEIGHTS", groups * tile_bytes(WARPGROUP_ROWS, tile.n), f"[{groups} warpgroups] of 64 rows of weights"),)
+        *((("P", groups * tile_bytes(WARPGROUP_ROWS, tile.n), f"[{groups} warpgroups] of 64 rows of P"),)
           if tile.p_operand == "shared" else ()),
         ("WORK", WORK_STAGES * (WORK_TILE_BYTES + groups * WARPGROUP_BYTES),
          f"{WORK_STAGES} work tiles"),
@@ -225,7 +225,7 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         Constant("NUM_THREADS", WARPGROUP_THREADS * (groups + 1), "at most, with the warpgroup of copy warps"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and out in device memory"),
-        Constant("MMA_COLS_QK", round_up(spec.head_dim_qk, 16), "columns the score product runs over, surplus zero"),
+        Constant("MMA_COLS_QK", round_up(spec.head_dim_qk, 16), "columns the QK product runs over, surplus zero"),
         Constant("MMA_COLS_V", cols_v, "columns of the output fragments, likewise"),
         Constant("SMEM_COLS_QK", smem_cols(spec.head_dim_qk), "columns stored of q and k: whole panels, surplus zero"),
         Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v, likewise"),

@@ -4,7 +4,7 @@
 #include "flashgen/divisor.cuh"
 #include "flashgen/nonfinite.cuh"
 #include "flashgen/ptx/math.cuh"
-#include "flashgen/stale_rows.cuh"
+#include "flashgen/lazy_rows.cuh"
 #include "flashgen/tile.cuh"
 
 // Of a tile's keys, from its first on, those that a thread's two rows see: `keys` of the request remain, and
@@ -36,7 +36,7 @@ FG_DEVICE void hide_keys(float (&s)[1][N][4], const Visible& visible, int col) {
 // 0 * NaN is not. So it is silenced (below), and the rows that see it get it from here, by way of their
 // sum: they end as NaN. By a warp, for the keys from `first` to `end`, at most 7, that only some rows see.
 template <class Element, int PAIRS, class Place>
-FG_DEVICE void spread_nonfinite(StaleRows& rows, unsigned char* smem, const Place& place, const Visible& visible,
+FG_DEVICE void spread_nonfinite(LazyRowState& rows, unsigned char* smem, const Place& place, const Visible& visible,
                                 int first, int end) {
 #pragma unroll 1
   for (int key = first; key < end; ++key) {

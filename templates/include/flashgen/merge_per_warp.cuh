@@ -5,7 +5,7 @@
 // A split consists of partial tiles, one for each warp: its 16 rows of the output, with row references and row sums.
 #pragma once
 #include "flashgen/ptx/atomic.cuh"
-#include "flashgen/stale_rows.cuh"
+#include "flashgen/lazy_rows.cuh"
 
 struct alignas(16) Floats4 {
   float x[4];
@@ -20,7 +20,7 @@ struct PartialTile {
 
 // The warp that holds the rows calls this, after it has added up their sums.
 template <int V>
-FG_DEVICE void write_partial_tile(PartialTile<V>& partial, const float (&o)[1][V][4], const StaleRows& rows) {
+FG_DEVICE void write_partial_tile(PartialTile<V>& partial, const float (&o)[1][V][4], const LazyRowState& rows) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int v = 0; v < V; ++v) partial.columns[v][lane] = {{o[0][v][0], o[0][v][1], o[0][v][2], o[0][v][3]}};
@@ -59,7 +59,7 @@ FG_DEVICE void wait_for_arrivals(const int* arrivals, int count) {
 // apart. A warp calls this. AT_ONCE splits are read together, so that their latencies overlap.
 template <int AT_ONCE, int N, int V>
 FG_DEVICE void add_splits(const PartialTile<V>* partial, int64_t stride, int splits, int first, float (&o)[1][N][4],
-                          StaleRows& rows) {
+                          LazyRowState& rows) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int n = 0; n < N; ++n)

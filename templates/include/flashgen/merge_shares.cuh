@@ -7,7 +7,7 @@
 #include "flashgen/ptx/atomic.cuh"
 #include "flashgen/ptx/convert.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
-#include "flashgen/stale_rows.cuh"
+#include "flashgen/lazy_rows.cuh"
 
 struct alignas(16) Float4 {
   float x[4];
