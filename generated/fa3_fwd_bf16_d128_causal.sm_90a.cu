@@ -47,7 +47,7 @@ constexpr int LOAD_REGISTERS = 32;  // per thread that copies
 constexpr int MMA_REGISTERS = 160;  // per thread that multiplies: what the others leave of 64 Ki
 constexpr int CLEAN_WARPS = 2;  // of the load warpgroup: what its other two leave
 constexpr int CLEAN_BARRIER = 7;  // the named barrier at which they meet, behind those below
-constexpr int TURN_BARRIER = 1;  // first of the named barriers for turns, one per warpgroup
+constexpr int PINGPONG_BARRIER = 1;  // first of the named barriers for pingpong, one per warpgroup
 
 // Shared memory of one block: where each region begins, and how many bytes it has.
 constexpr int SMEM_Q = 0;  // 98304: [3 warpgroups][2 stages] of 64 queries
@@ -457,9 +457,9 @@ FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t
   if (!work_tiles.wait()) return;
   // Warpgroups take turns to issue products, so that the softmax of one runs under the products of another.
   // A turn has a barrier on which its owner waits for the one before. A single warpgroup waits for nobody.
-  const int my_turn = TURN_BARRIER + this_warpgroup();
+  const int my_turn = PINGPONG_BARRIER + this_warpgroup();
   const bool last_turn = this_warpgroup() == p.warpgroups - 1;
-  const int next_turn = last_turn ? TURN_BARRIER : my_turn + 1;
+  const int next_turn = last_turn ? PINGPONG_BARRIER : my_turn + 1;
   if (last_turn) bar_arrive_of(next_turn, p.pingpong_threads);
   uint64_t q_desc = wait_for_queries();
   keys.wait_full(barriers + K_FULL);

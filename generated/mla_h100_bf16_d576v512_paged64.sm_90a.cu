@@ -25,41 +25,41 @@
 using Element = bf16;
 constexpr int BLOCK_M = 64;  // rows of a wgmma: of a block, at most
 constexpr int BLOCK_N = 64;  // keys per tile
-constexpr int SLOT_COLS = 128;  // columns of a piece of a tile: what is loaded and freed at once
-constexpr int NUM_SLOTS = 10;  // pieces in shared memory
+constexpr int SUB_TILE_COLS = 128;  // columns of a sub-tile: what is loaded and freed at once
+constexpr int KV_STAGES = 10;  // sub-tiles in shared memory
 constexpr int SMEM_QUERY_PANELS = 6;  // of 64 columns of the queries in shared memory
 constexpr int REGISTER_QUERY_PANELS = 3;  // of them in registers: the last
 constexpr int HEAD_DIM_QK = 576;  // columns of the cache: latent, then RoPE
 constexpr int HALF_COLS = 256;  // columns of the output that a warpgroup holds
-constexpr int SEGMENTS = 8;  // announced at most: two tiles ahead and two behind, and the next
+constexpr int SEGMENTS = 8;  // published at most: two tiles ahead and two behind, and the next
 constexpr int RECORD_WORDS = 16;  // words of a block's record in the schedule
 constexpr int PART_FLOATS = 32896;  // one part of a request that is cut: output, references and sums
 constexpr int SCORES_BARRIER = 1;  // first of two named barriers, one per warpgroup
 constexpr int SUMS_BARRIER = 3;  // the named barrier at which both warpgroups meet
-constexpr int TURN_BARRIER = 4;  // the one at which the right warpgroup waits for its turn to make scores
-constexpr int VALUES_BARRIER = 5;  // ... and to multiply the values of its own tile
+constexpr int PINGPONG_BARRIER = 4;  // the one at which the right warpgroup waits for its turn to make scores
+constexpr int VALUES_BARRIER = 5;  // the one at which it waits to multiply the values of its own tile
 constexpr int NUM_THREADS = 384;  // with the warpgroup of copy warps
 constexpr int LOAD_REGISTERS = 24;  // per thread that copies
 constexpr int MMA_REGISTERS = 240;  // per thread that multiplies: what the others leave of 64 Ki
 
 // Shared memory of one block: where each region begins, and how many bytes it has.
-constexpr int SMEM_SLOTS = 0;  // 163840: 10 pieces of 128 columns of 64 keys
-constexpr int SMEM_PAIR = 163840;  // 16384: RoPE columns of two tiles, then the weights in their place
+constexpr int SMEM_KV = 0;  // 163840: 10 sub-tiles of 128 columns of 64 keys
+constexpr int SMEM_ROPE_P = 163840;  // 16384: RoPE columns of two tiles, then P in their place
 constexpr int SMEM_Q = 180224;  // 49152: the first 6 panels of the queries
-constexpr int SMEM_REFERENCES = 229376;  // 512: [2 tiles][row] what the weights are relative to
+constexpr int SMEM_REFERENCES = 229376;  // 512: [2 tiles][row] row references of P
 constexpr int SMEM_RAISED = 229888;  // 32: [2 tiles][warp] whether it has changed
 constexpr int SMEM_SUMS = 230400;  // 1024: [2 segments][warpgroup][row] shares of the denominators
-constexpr int SMEM_SEGMENTS = 231424;  // 320: 8 announcements of segments
+constexpr int SMEM_SEGMENTS = 231424;  // 320: 8 segments
 constexpr int SMEM_BARRIERS = 231744;  // 248: the mbarriers
 constexpr int SMEM_BYTES = 231992;
 
 // mbarriers, by their place in region BARRIERS: [how many], arrivals that complete each: what that says
-constexpr int SLOT_FULL = 0;  // [10], 1: a piece of a tile has landed
-constexpr int SLOT_EMPTY = 10;  // [10], 4: the warpgroup whose output columns it is has multiplied it
-constexpr int PAIR_FULL = 20;  // [2], 1: the RoPE columns of a tile have landed
-constexpr int PAIR_EMPTY = 22;  // [2], 4: the other warpgroup has used the weights that took their place
-constexpr int WEIGHTS_FULL = 24;  // [2], 4: the weights of a tile are there, and their reference
-constexpr int ANNOUNCED = 26;  // [1], 1: the next segment is announced
+constexpr int KV_FULL = 0;  // [10], 1: a sub-tile has landed
+constexpr int KV_EMPTY = 10;  // [10], 4: the warpgroup whose output columns it is has multiplied it
+constexpr int ROPE_P_FULL = 20;  // [2], 1: the RoPE columns of a tile have landed
+constexpr int ROPE_P_EMPTY = 22;  // [2], 4: the other warpgroup has multiplied the P that took their place
+constexpr int P_FULL = 24;  // [2], 4: P of a tile has been stored, with its row references
+constexpr int SEGMENT_FULL = 26;  // [1], 1: the next segment has been published
 constexpr int Q_FULL = 27;  // [1], 1: its queries have landed
 constexpr int Q_EMPTY = 28;  // [1], 8: both warpgroups have made their last scores of it
 constexpr int PARTS_FULL = 29;  // [2], 1: all parts of the block's first request are there, or of its last
@@ -92,10 +92,10 @@ struct Params {
 static_assert(sizeof(Params) == 576, "the host packs exactly these bytes");
 
 using QueryTile = TileShape<BLOCK_M, 64 * SMEM_QUERY_PANELS>;
-using SlotTile = TileShape<BLOCK_N, SLOT_COLS>;  // a piece of a tile of the cache: loaded and freed at once
-using PairTile = TileShape<BLOCK_N, 64>;         // RoPE columns of a tile, then the weights in their place
-static_assert(SMEM_PAIR - SMEM_SLOTS >= NUM_SLOTS * SlotTile::BYTES, "map and tiles agree");
-static_assert(SMEM_Q - SMEM_PAIR >= 2 * PairTile::BYTES && BLOCK_M == BLOCK_N, "map and tiles agree");
+using SubTile = TileShape<BLOCK_N, SUB_TILE_COLS>;  // what is loaded and freed at once
+using RopePTile = TileShape<BLOCK_N, 64>;           // RoPE columns of a tile, then P in their place
+static_assert(SMEM_ROPE_P - SMEM_KV >= KV_STAGES * SubTile::BYTES, "map and tiles agree");
+static_assert(SMEM_Q - SMEM_ROPE_P >= 2 * RopePTile::BYTES && BLOCK_M == BLOCK_N, "map and tiles agree");
 static_assert(SMEM_REFERENCES - SMEM_Q >= QueryTile::BYTES, "map and tiles agree");
 static_assert(sizeof(Part) == 4 * RECORD_WORDS, "the schedule writes what the decode reads");
 static_assert(SMEM_BARRIERS - SMEM_SEGMENTS >= SEGMENTS * sizeof(Segment), "map and tiles agree");
@@ -104,23 +104,23 @@ FG_DEVICE Segment& segment_at(unsigned char* smem, int index) {
   return reinterpret_cast<Segment*>(smem + SMEM_SEGMENTS)[index % SEGMENTS];
 }
 
-constexpr int SLOTS_PER_HALF = HALF_COLS / SLOT_COLS, SLOTS_PER_TILE = 2 * SLOTS_PER_HALF;
-static_assert(NUM_SLOTS % SLOTS_PER_HALF == 0, "the pieces of a half lie side by side");
+constexpr int HALF_SUB_TILES = HALF_COLS / SUB_TILE_COLS, SUB_TILES = 2 * HALF_SUB_TILES;
+static_assert(KV_STAGES % HALF_SUB_TILES == 0, "the sub-tiles of a half lie side by side");
 
-// Where a tile of the stream lies, and the parities of its barriers: pieces in a ring of slots, RoPE
-// columns and weights in one of two places. Worked out anew each time: the products leave few registers.
-struct Place {
+// The stages of a tile of the stream, and their phases: sub-tiles in a ring of KV stages, RoPE columns and
+// P in one of two buffers. Computed anew each time, because the products leave few registers.
+struct StageIndex {
   uint32_t tile;
 
-  FG_DEVICE int slot(int piece) const { return (SLOTS_PER_TILE * tile + piece) % NUM_SLOTS; }
-  FG_DEVICE uint32_t slot_round(int piece) const { return (SLOTS_PER_TILE * tile + piece) / NUM_SLOTS & 1; }
-  FG_DEVICE int pair() const { return tile & 1; }
-  FG_DEVICE uint32_t pair_round() const { return tile >> 1 & 1; }
-  FG_DEVICE Place anew(int ahead = 0) const {
-    Place place{tile};
-    pin_registers(place.tile);
-    place.tile += ahead;
-    return place;
+  FG_DEVICE int kv(int sub_tile) const { return (SUB_TILES * tile + sub_tile) % KV_STAGES; }
+  FG_DEVICE uint32_t kv_phase(int sub_tile) const { return (SUB_TILES * tile + sub_tile) / KV_STAGES & 1; }
+  FG_DEVICE int rope_p() const { return tile & 1; }
+  FG_DEVICE uint32_t rope_p_phase() const { return tile >> 1 & 1; }
+  FG_DEVICE StageIndex anew(int ahead = 0) const {
+    StageIndex stage{tile};
+    pin_registers(stage.tile);
+    stage.tile += ahead;
+    return stage;
   }
 };
 
@@ -136,7 +136,7 @@ FG_DEVICE CacheRow cache_row(const Params& p, int request, int key) {
   return {p.page_table[(int64_t)request * p.max_pages + column], key - page * p.page_size};
 }
 
-// copy: boxes. The copy engine brings tiles, which are whole boxes of a tensor map: one warp asks for them.
+// copy: boxes. TMA copies sub-tiles, which are whole boxes of a tensor map. One warp issues the copies.
 constexpr int COPY_WARPS = 1;
 
 struct CacheCopy {
@@ -154,32 +154,32 @@ struct CacheCopy {
   }
 
   FG_DEVICE void find(int request, int first_key, int) { from = cache_row(p, request, first_key); }
-  FG_DEVICE void flush(const Place&) {}
+  FG_DEVICE void flush(const StageIndex&) {}
 
   // Copies tile `here` to `at`.
-  FG_DEVICE void start(const Place& at, const CacheRow& here) {
+  FG_DEVICE void start(const StageIndex& at, const CacheRow& here) {
 #pragma unroll
-    for (int piece = 0; piece < SLOTS_PER_TILE; ++piece) {
-      const int slot = at.slot(piece);
-      mbarrier_wait_parity(barriers + SLOT_EMPTY + slot, at.slot_round(piece) ^ 1);
+    for (int sub_tile = 0; sub_tile < SUB_TILES; ++sub_tile) {
+      const int kv = at.kv(sub_tile);
+      mbarrier_wait_parity(barriers + KV_EMPTY + kv, at.kv_phase(sub_tile) ^ 1);
       if (issues) {
-        mbarrier_arrive_expect_tx(barriers + SLOT_FULL + slot, SlotTile::BYTES);
-        tma_load_4d(smem + SMEM_SLOTS + slot * SlotTile::BYTES, &p.kv_map, barriers + SLOT_FULL + slot, 0,
-                    here.row, piece * (SLOT_COLS / 64), here.page, EVICT_FIRST);
+        mbarrier_arrive_expect_tx(barriers + KV_FULL + kv, SubTile::BYTES);
+        tma_load_4d(smem + SMEM_KV + kv * SubTile::BYTES, &p.kv_map, barriers + KV_FULL + kv, 0,
+                    here.row, sub_tile * (SUB_TILE_COLS / 64), here.page, EVICT_FIRST);
       }
     }
-    mbarrier_wait_parity(barriers + PAIR_EMPTY + at.pair(), at.pair_round() ^ 1);
+    mbarrier_wait_parity(barriers + ROPE_P_EMPTY + at.rope_p(), at.rope_p_phase() ^ 1);
     if (issues) {
-      uint64_t* const full = barriers + PAIR_FULL + at.pair();
-      mbarrier_arrive_expect_tx(full, PairTile::BYTES);
-      tma_load_4d(smem + SMEM_PAIR + at.pair() * PairTile::BYTES, &p.rope_map, full, 0, here.row,
+      uint64_t* const full = barriers + ROPE_P_FULL + at.rope_p();
+      mbarrier_arrive_expect_tx(full, RopePTile::BYTES);
+      tma_load_4d(smem + SMEM_ROPE_P + at.rope_p() * RopePTile::BYTES, &p.rope_map, full, 0, here.row,
                   2 * (HALF_COLS / 64), here.page, EVICT_FIRST);
     }
   }
 };
 
 // ---- the copy warps: each goes through the block's part of the schedule, and copies keys; the first
-// announces segments and copies queries
+// publishes segments and copies queries
 // Asked anew each time: the copy warps have few registers.
 FG_DEVICE int this_warp() { return first_lane(threadIdx.x / WARP_SIZE); }
 
@@ -190,7 +190,7 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   CacheCopy copy(p, smem, barriers);
   griddepcontrol_wait();
   const Part& part = part_of_block(p);  // read anew for each segment: registers are few
-  Place at{0};  // of the next tile
+  StageIndex at{0};  // of the next tile
   int index = 0;  // of the next segment
   if (part.first_request >= 0) {
     for (int request = part.first_request; request <= part.last_request; ++request) {
@@ -206,7 +206,7 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
       }
       if (issues) {
         copy_segment(segment_at(smem, index), segment);
-        mbarrier_arrive(barriers + ANNOUNCED);
+        mbarrier_arrive(barriers + SEGMENT_FULL);
         mbarrier_arrive_expect_tx(barriers + Q_FULL, QueryTile::BYTES);
         tma_load_4d(smem + SMEM_Q, &p.q_map, barriers + Q_FULL, 0, segment.first_row, 0, request,
                     EVICT_FIRST);
@@ -225,15 +225,15 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   mbarrier_wait_parity(barriers + Q_EMPTY, index & 1 ^ 1);
   if (issues) {
     segment_at(smem, index).request = -1;
-    mbarrier_arrive(barriers + ANNOUNCED);
+    mbarrier_arrive(barriers + SEGMENT_FULL);
   }
 }
 
 // A pair of elements of a tile's latent columns.
-FG_DEVICE uint32_t& latent_pair(unsigned char* smem, const Place& place, int row, int pair) {
+FG_DEVICE uint32_t& latent_pair(unsigned char* smem, const StageIndex& stage, int row, int pair) {
   const int chunk = pair / 4;
-  unsigned char* const tile = smem + SMEM_SLOTS + place.slot(chunk / SlotTile::CHUNKS) * SlotTile::BYTES;
-  return reinterpret_cast<uint32_t*>(tile + SlotTile::offset(row, chunk % SlotTile::CHUNKS))[pair % 4];
+  unsigned char* const tile = smem + SMEM_KV + stage.kv(chunk / SubTile::CHUNKS) * SubTile::BYTES;
+  return reinterpret_cast<uint32_t*>(tile + SubTile::offset(row, chunk % SubTile::CHUNKS))[pair % 4];
 }
 
 FG_DEVICE float* part_results(const Params& p, int slot) { return p.partials + (int64_t)slot * PART_FLOATS; }
@@ -243,8 +243,8 @@ FG_DEVICE int* part_counters(const Params& p, int first_block) { return p.counte
 // The end of a segment, by both warpgroups: the output, or where other blocks have tiles of the same
 // request, this part of it.
 FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1][HALF_COLS / 8][4],
-                              const LazyRowState& rows, int half, const Segment& announced, int index) {
-  const Segment segment = uniform_copy(announced);
+                              const LazyRowState& rows, int half, const Segment& shared_segment, int index) {
+  const Segment segment = uniform_copy(shared_segment);
   const int warp = threadIdx.x % 128 / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int lane_row = 16 * warp + lane / 4, warp_rows = segment.end_row - segment.first_row - 16 * warp;
   float* const sums = reinterpret_cast<float*>(smem + SMEM_SUMS) + index % 2 * (2 * BLOCK_M) + lane_row;
@@ -347,13 +347,13 @@ FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barr
         *reinterpret_cast<uint32_t*>(out + row_in_block * (2 * HALF_COLS) + col) = pack2(Element{}, x, y);
     };
     merge_share<BLOCK_M, HALF_COLS, SUMS_BARRIER>(results, split.parts, part, rows_end - first_row,
-                                                  reinterpret_cast<float*>(smem + SMEM_SLOTS), end, write);
+                                                  reinterpret_cast<float*>(smem + SMEM_KV), end, write);
   }
 }
 
-// ---- a product warpgroup: of each segment's tiles, the even ones are the left warpgroup's own and the odd
-// ones the right one's, that is, it makes their scores and weights. The values of all tiles go into its
-// half of the output; the weights of the other warpgroup's tiles come through shared memory.
+// ---- a consumer warpgroup: the left one makes S and P of the even tiles of each segment, the right one of
+// the odd tiles. The values of all tiles go into a warpgroup's half of the output. P of the other
+// warpgroup's tiles comes through shared memory.
 constexpr int PANEL_STEPS = 64 / K_STEP;  // of a panel of columns, and of the keys of a tile
 static_assert(PANEL_STEPS == STATEMENT_STEPS && BLOCK_N == 64, "each is one statement");
 
@@ -366,11 +366,11 @@ struct Warpgroup {
   const int lane_row = 16 * warp + lane / 4;
   float s[1][BLOCK_N / 8][4];
   float o[1][HALF_COLS / 8][4];
-  uint32_t weights[BLOCK_N / 16][4];
+  uint32_t p_regs[BLOCK_N / 16][4];
   // The last panels of the queries: shared memory is busy enough.
   uint32_t q_regs[REGISTER_QUERY_PANELS][PANEL_STEPS][4];
   LazyRowState rows;
-  Place at{0};  // of the tile whose values are due
+  StageIndex at{0};  // of the tile whose values are due
   int own = 0;  // the segment
 
   FG_DEVICE Warpgroup(const Params& p, unsigned char* smem, uint64_t* barriers)
@@ -378,7 +378,7 @@ struct Warpgroup {
 
   FG_DEVICE Segment& segment() const {
     uint32_t index = own;
-    pin_registers(index);  // its place is worked out anew each time, too
+    pin_registers(index);  // its address is computed anew each time, too
     return segment_at(smem, index);
   }
   FG_DEVICE float* subtrahends() const { return reinterpret_cast<float*>(smem + SMEM_REFERENCES) + lane_row; }
@@ -404,34 +404,34 @@ struct Warpgroup {
     mbarrier_wait_parity(barriers + Q_FULL, own & 1);
   }
 
-  // The scores of the tile at `place`, each piece when it has landed.
-  FG_DEVICE void make_scores(const Place& place) {
-    constexpr int PANELS = SLOT_COLS / 64;
+  // The QK product of the tile at `stage`, each sub-tile when it has landed.
+  FG_DEVICE void make_scores(const StageIndex& stage) {
+    constexpr int PANELS = SUB_TILE_COLS / 64;
     uint64_t q = AlongColumns<QueryTile>::descriptor(smem + SMEM_Q);
     pin_registers(q);  // or the compiler would work all steps out beforehand, and have no room for them
-    // The products overwrite s; but the fence would keep the weights of the tile before until here.
+    // The products overwrite s; but the fence would keep P of the tile before alive until here.
     fill_zero(s);
     wgmma_fence(registers_of(s), q_regs);
 #pragma unroll
-    for (int piece = 0; piece < (HEAD_DIM_QK + SLOT_COLS - 1) / SLOT_COLS; ++piece) {
+    for (int sub_tile = 0; sub_tile < (HEAD_DIM_QK + SUB_TILE_COLS - 1) / SUB_TILE_COLS; ++sub_tile) {
       uint64_t keys;
-      if (piece < SLOTS_PER_TILE) {
-        mbarrier_wait_parity(barriers + SLOT_FULL + place.slot(piece), place.slot_round(piece));
-        keys = wgmma_descriptor_advance<SlotTile::BYTES>(
-            AlongColumns<SlotTile>::descriptor(smem + SMEM_SLOTS), place.slot(piece));
+      if (sub_tile < SUB_TILES) {
+        mbarrier_wait_parity(barriers + KV_FULL + stage.kv(sub_tile), stage.kv_phase(sub_tile));
+        keys = wgmma_descriptor_advance<SubTile::BYTES>(
+            AlongColumns<SubTile>::descriptor(smem + SMEM_KV), stage.kv(sub_tile));
       }
-      if (piece == SLOTS_PER_TILE) {
-        mbarrier_wait_parity(barriers + PAIR_FULL + place.pair(), place.pair_round());
-        keys = wgmma_descriptor_advance<PairTile::BYTES>(
-            AlongColumns<PairTile>::descriptor(smem + SMEM_PAIR), place.pair());
+      if (sub_tile == SUB_TILES) {
+        mbarrier_wait_parity(barriers + ROPE_P_FULL + stage.rope_p(), stage.rope_p_phase());
+        keys = wgmma_descriptor_advance<RopePTile::BYTES>(
+            AlongColumns<RopePTile>::descriptor(smem + SMEM_ROPE_P), stage.rope_p());
       }
       pin_registers(keys);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < PANELS; ++i) {
-        const int panel = piece * PANELS + i;
+        const int panel = sub_tile * PANELS + i;
         uint64_t key_steps[PANEL_STEPS];
-        fill_steps<AlongColumns<SlotTile>>(key_steps, keys, i * PANEL_STEPS);
+        fill_steps<AlongColumns<SubTile>>(key_steps, keys, i * PANEL_STEPS);
         if (panel < SMEM_QUERY_PANELS) {
           uint64_t q_steps[PANEL_STEPS];
           fill_steps<AlongColumns<QueryTile>>(q_steps, q, panel * PANEL_STEPS);
@@ -446,34 +446,34 @@ struct Warpgroup {
     wgmma_wait<0>(registers_of(s), q_regs);
   }
 
-  // A warpgroup's half of the tile at `at`: slots that lie side by side.
+  // A warpgroup's half of the tile at `at`: KV stages that lie side by side.
   FG_DEVICE uint64_t values_of(int which) const {
-    uint64_t values = wgmma_descriptor_advance<SlotTile::BYTES>(
-        AlongRows<SlotTile>::descriptor(smem + SMEM_SLOTS), at.anew().slot(which * SLOTS_PER_HALF));
+    uint64_t values = wgmma_descriptor_advance<SubTile::BYTES>(
+        AlongRows<SubTile>::descriptor(smem + SMEM_KV), at.anew().kv(which * HALF_SUB_TILES));
     pin_registers(values);
     return values;
   }
 
-  // Starts the values of the own tile at `at`.
+  // Starts the PV product of the own tile at `at`.
   FG_DEVICE void start_own_values(int which, bool first) {
     const uint64_t values = values_of(which);
-    wgmma_fence(registers_of(o), weights);
+    wgmma_fence(registers_of(o), p_regs);
     uint64_t value_steps[PANEL_STEPS];
-    fill_steps<AlongRows<SlotTile>>(value_steps, values);
-    wgmma_rs<HALF_COLS, MN_MAJOR>(Element{}, registers_of(o), weights, value_steps, !first);
+    fill_steps<AlongRows<SubTile>>(value_steps, values);
+    wgmma_rs<HALF_COLS, MN_MAJOR>(Element{}, registers_of(o), p_regs, value_steps, !first);
     wgmma_commit();
   }
 
-  // ... and of the other warpgroup's, once its weights are there.
+  // Starts the PV product of the other warpgroup's tile, once its P has been stored.
   FG_DEVICE void start_others_values(int which, bool first) {
-    mbarrier_wait_parity(barriers + WEIGHTS_FULL + at.pair(), at.pair_round());
-    const float* const subtrahend = subtrahends() + at.pair() * BLOCK_M;
+    mbarrier_wait_parity(barriers + P_FULL + at.rope_p(), at.rope_p_phase());
+    const float* const subtrahend = subtrahends() + at.rope_p() * BLOCK_M;
     if (first) {
       rows = LazyRowState();
 #pragma unroll
       for (int h = 0; h < 2; ++h) rows.subtrahend[0][h] = subtrahend[8 * h];
       rows.see_far();
-    } else if (first_lane(raised()[at.pair() * 4]) != 0) {
+    } else if (first_lane(raised()[at.rope_p() * 4]) != 0) {
       Rescale rescale;
       rescale.any = true;
 #pragma unroll
@@ -486,62 +486,62 @@ struct Warpgroup {
       rows.see_far();
       rescale.apply(o);
     }
-    uint64_t theirs = wgmma_descriptor_advance<PairTile::BYTES>(
-        AlongColumns<PairTile>::descriptor(smem + SMEM_PAIR), at.pair());
+    uint64_t theirs = wgmma_descriptor_advance<RopePTile::BYTES>(
+        AlongColumns<RopePTile>::descriptor(smem + SMEM_ROPE_P), at.rope_p());
     pin_registers(theirs);
     const uint64_t values = values_of(which);
     wgmma_fence(registers_of(o));
-    uint64_t weight_steps[PANEL_STEPS], value_steps[PANEL_STEPS];
-    fill_steps<AlongColumns<PairTile>>(weight_steps, theirs);
-    fill_steps<AlongRows<SlotTile>>(value_steps, values);
-    wgmma_ss<HALF_COLS, K_MAJOR, MN_MAJOR>(Element{}, registers_of(o), weight_steps, value_steps, !first);
+    uint64_t p_steps[PANEL_STEPS], value_steps[PANEL_STEPS];
+    fill_steps<AlongColumns<RopePTile>>(p_steps, theirs);
+    fill_steps<AlongRows<SubTile>>(value_steps, values);
+    wgmma_ss<HALF_COLS, K_MAJOR, MN_MAJOR>(Element{}, registers_of(o), p_steps, value_steps, !first);
     wgmma_commit();
   }
 
-  // Waits for values, and goes on to the next tile. `others`: the place of their weights is free, too.
+  // Waits for a PV product, and goes on to the next tile. `others`: frees the buffer of its P, too.
   FG_DEVICE void end_values(int which, bool others) {
-    wgmma_wait<0>(registers_of(o), weights);
+    wgmma_wait<0>(registers_of(o), p_regs);
 #pragma unroll
-    for (int piece = 0; piece < SLOTS_PER_HALF; ++piece)
-      release(barriers + SLOT_EMPTY + at.anew().slot(which * SLOTS_PER_HALF + piece));
-    if (others) release(barriers + PAIR_EMPTY + at.anew().pair());
+    for (int sub_tile = 0; sub_tile < HALF_SUB_TILES; ++sub_tile)
+      release(barriers + KV_EMPTY + at.anew().kv(which * HALF_SUB_TILES + sub_tile));
+    if (others) release(barriers + ROPE_P_EMPTY + at.anew().rope_p());
     ++at.tile;
   }
 
-  // Scores to weights, here and in shared memory for the other warpgroup. `keys`: of the request, from the
-  // tile's first on; `first`: of its segment.
-  FG_DEVICE Rescale make_p(const Place& place, int keys, bool first) {
+  // S to P, here and in shared memory for the other warpgroup. `keys`: of the request, from the tile's first
+  // on; `first`: of its segment.
+  FG_DEVICE Rescale make_p(const StageIndex& stage, int keys, bool first) {
     if (first) rows = LazyRowState::unseen();
     if (keys - p.masked_keys < BLOCK_N) {
       const Visible visible(p, keys, segment().first_row + lane_row);
       if (p.masked_keys > 0)
-        spread_nonfinite<Element, HALF_COLS>(rows, smem, place, visible, max_int(keys - p.masked_keys, 0),
+        spread_nonfinite<Element, HALF_COLS>(rows, smem, stage, visible, max_int(keys - p.masked_keys, 0),
                                              min_int(keys, BLOCK_N));
       hide_keys(s, visible, 2 * (lane % 4));
     }
     const Rescale rescale = subtract_and_check<Element>(s, rows, p.scale_log2);
     exponentiate(s, rows);
-    pack_p<Element>(weights, s);
+    pack_p<Element>(p_regs, s);
     bar_sync_at<128>(SCORES_BARRIER + half);  // the products of all warps have read the RoPE columns
-    store_p_tile<PairTile>(smem + SMEM_PAIR + place.pair() * PairTile::BYTES, weights);
+    store_p_tile<RopePTile>(smem + SMEM_ROPE_P + stage.rope_p() * RopePTile::BYTES, p_regs);
     if (lane % 4 == 0 && (first || rescale.any)) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) subtrahends()[place.pair() * BLOCK_M + 8 * h] = rows.subtrahend[0][h];
+      for (int h = 0; h < 2; ++h) subtrahends()[stage.rope_p() * BLOCK_M + 8 * h] = rows.subtrahend[0][h];
     }
-    if (lane == 0) raised()[place.pair() * 4] = rescale.any;
+    if (lane == 0) raised()[stage.rope_p() * 4] = rescale.any;
     if (keys - p.masked_keys < BLOCK_N) {
-      silence_nonfinite<Element, HALF_COLS>(smem, place, max_int(keys - p.masked_keys, 0),
+      silence_nonfinite<Element, HALF_COLS>(smem, stage, max_int(keys - p.masked_keys, 0),
                                             min_int(keys, BLOCK_N));
 #pragma unroll 1
-      for (int piece = 0; piece < SLOTS_PER_TILE; ++piece)
-        clear_rows<SlotTile>(smem + SMEM_SLOTS + place.slot(piece) * SlotTile::BYTES, max_int(keys, 0));
+      for (int sub_tile = 0; sub_tile < SUB_TILES; ++sub_tile)
+        clear_rows<SubTile>(smem + SMEM_KV + stage.kv(sub_tile) * SubTile::BYTES, max_int(keys, 0));
     }
     fence_proxy_async_shared();
     sync_warp();
-    release(barriers + WEIGHTS_FULL + place.pair());
+    release(barriers + P_FULL + stage.rope_p());
     // Rows that other warps clear, before the own values.
     if (keys - p.masked_keys < BLOCK_N)
-      mbarrier_wait_parity(barriers + WEIGHTS_FULL + place.pair(), place.pair_round());
+      mbarrier_wait_parity(barriers + P_FULL + stage.rope_p(), stage.rope_p_phase());
     return rescale;
   }
 
@@ -554,7 +554,7 @@ struct Warpgroup {
     int keys = first_lane(segment.keys) - first_lane(segment.first_tile) * BLOCK_N;
     for (int tile = 0; tile < tiles; tile += 2, keys -= 2 * BLOCK_N) {
       make_scores(at.anew());
-      if (tile + 1 < tiles) bar_arrive<TURN_BARRIER, 256>();
+      if (tile + 1 < tiles) bar_arrive<PINGPONG_BARRIER, 256>();
       if (tile + 2 >= tiles) release(barriers + Q_EMPTY);  // these were the last scores
       const Rescale rescale = make_p(at.anew(), keys, tile == 0);
       if (tile > 0) rescale.apply(o);
@@ -572,7 +572,7 @@ struct Warpgroup {
     if (tiles == 1) release(barriers + Q_EMPTY);
     int tile = 0;
     for (; tile + 1 < tiles; tile += 2, keys -= 2 * BLOCK_N) {
-      bar_sync<TURN_BARRIER, 256>();
+      bar_sync<PINGPONG_BARRIER, 256>();
       make_scores(at.anew(1));
       if (tile + 3 >= tiles) release(barriers + Q_EMPTY);
       start_others_values(1, tile == 0);
@@ -591,7 +591,7 @@ struct Warpgroup {
 
   FG_DEVICE void run() {
     while (true) {
-      mbarrier_wait_parity(barriers + ANNOUNCED, own & 1);
+      mbarrier_wait_parity(barriers + SEGMENT_FULL, own & 1);
       if (first_lane(segment().request) < 0) break;
       read_queries();
       if (half == 0) left_tiles(segment());
@@ -607,12 +607,12 @@ struct Warpgroup {
 // address that is the same in the whole warp, so lanes with an address each would make it a loop.
 FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
   if (threadIdx.x % WARP_SIZE == 0) {
-    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + SLOT_FULL + i, 1);
-    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + SLOT_EMPTY + i, 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PAIR_FULL + i, 1);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PAIR_EMPTY + i, 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WEIGHTS_FULL + i, 4);
-    for (int i = 0; i < 1; ++i) mbarrier_init(barriers + ANNOUNCED + i, 1);
+    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + KV_FULL + i, 1);
+    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + KV_EMPTY + i, 4);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + ROPE_P_FULL + i, 1);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + ROPE_P_EMPTY + i, 4);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + P_FULL + i, 4);
+    for (int i = 0; i < 1; ++i) mbarrier_init(barriers + SEGMENT_FULL + i, 1);
     for (int i = 0; i < 1; ++i) mbarrier_init(barriers + Q_FULL + i, 1);
     for (int i = 0; i < 1; ++i) mbarrier_init(barriers + Q_EMPTY + i, 8);
     for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PARTS_FULL + i, 1);

@@ -251,7 +251,7 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
             Constant("CLEAN_BARRIER", 1 + 2 * groups, "the named barrier at which they meet, behind those below"),
         ]
     if pingpong:
-        constants.append(Constant("TURN_BARRIER", 1, "first of the named barriers for turns, one per warpgroup"))
+        constants.append(Constant("PINGPONG_BARRIER", 1, "first of the named barriers for pingpong, one per warpgroup"))
     if split:
         chunks, at_once = MERGED if cols_v % (8 * MERGED[0]) == 0 and not spec.pack_gqa else MERGED_FEW
         constants += [

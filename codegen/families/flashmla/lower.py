@@ -2,7 +2,7 @@
 
 One latent of head_dim_qk columns per token serves all heads as key, its first head_dim_v columns as value. A block has
 64 rows (token * num_heads + head) of one request at a time. Two warpgroups hold half of the output columns each, and
-make the scores and weights of every other tile of keys: the softmax of one runs under the products of the other, and
+make S and P of every other key tile: the softmax of one runs under the products of the other, and
 each tile is read from device memory once. docs/flashmla.md has the schedule drawn in time, docs/lab/flashmla.md
 what else was tried.
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 BLOCK_N = 64                  # keys per tile: a page of the cache in its usual size
 PANEL_COLS = 64               # of a tile, 128 bytes
-SLOT_COLS = 128               # of a tile, that are loaded at once: scores start when the first have landed
-NUM_SLOTS = {"boxes": 10, "rows": 8}  # two tiles and what fits: loads run ahead of products that free their places
+SUB_TILE_COLS = 128           # of a tile, that are loaded at once: scores start when the first have landed
+KV_STAGES = {"boxes": 10, "rows": 8}  # two tiles and what fits: loads run ahead of products that free their stages
 REGISTER_QUERY_PANELS = 3     # which spares products 24 KiB of what they read for each tile, and makes room for loads
 LOAD_REGISTERS, MMA_REGISTERS = 24, 240
-SEGMENTS = 8                  # announced at most: two tiles ahead and two behind, each of another request, and some
+SEGMENTS = 8                  # published at most: two tiles ahead and two behind, each of another request, and some
 SEGMENT_BYTES = 40
 RECORD_WORDS = 16             # of the schedule, per block
 PARTIAL_ROW_FLOATS = 2        # reference and sum
@@ -45,7 +45,7 @@ def lower_decode(spec: Spec, target: Target) -> Plan:
     return Plan(
         variant=spec.variant, target=target.name, family="flashmla", pass_="decode", spec=spec.fields(),
         template="flashmla/decode.cu.j2", element=element, constants=_constants(spec, copy),
-        slots=(("cache", cache), ("copy", copy)), flags=(("rope", rope), ("weights_await_room", not rope)),
+        slots=(("cache", cache), ("copy", copy)), flags=(("rope", rope), ("p_awaits_room", not rope)),
         params=_params(rope, copy),
         smem=smem, roles=(Role("load", WARPGROUP_WARPS, LOAD_REGISTERS),
                           Role("mma", 2 * WARPGROUP_WARPS, MMA_REGISTERS)),
@@ -92,14 +92,14 @@ def _query_panels(spec: Spec) -> tuple[int, int]:
 
 def _barriers(rope: bool, copy: str) -> tuple[Barrier, ...]:
     return (
-        Barrier("SLOT_FULL", NUM_SLOTS[copy], 1, "a piece of a tile has landed"),
-        Barrier("SLOT_EMPTY", NUM_SLOTS[copy], WARPGROUP_WARPS,
+        Barrier("KV_FULL", KV_STAGES[copy], 1, "a sub-tile has landed"),
+        Barrier("KV_EMPTY", KV_STAGES[copy], WARPGROUP_WARPS,
                 "the warpgroup whose output columns it is has multiplied it"),
-        *((Barrier("PAIR_FULL", 2, WARPGROUP_WARPS if copy == "rows" else 1,
+        *((Barrier("ROPE_P_FULL", 2, WARPGROUP_WARPS if copy == "rows" else 1,
                    "the RoPE columns of a tile have landed"),) if rope else ()),
-        Barrier("PAIR_EMPTY", 2, WARPGROUP_WARPS, "the other warpgroup has used the weights that took their place"),
-        Barrier("WEIGHTS_FULL", 2, WARPGROUP_WARPS, "the weights of a tile are there, and their reference"),
-        Barrier("ANNOUNCED", 1, 1, "the next segment is announced"),
+        Barrier("ROPE_P_EMPTY", 2, WARPGROUP_WARPS, "the other warpgroup has multiplied the P that took their place"),
+        Barrier("P_FULL", 2, WARPGROUP_WARPS, "P of a tile has been stored, with its row references"),
+        Barrier("SEGMENT_FULL", 1, 1, "the next segment has been published"),
         Barrier("Q_FULL", 1, 1, "its queries have landed"),
         Barrier("Q_EMPTY", 1, 2 * WARPGROUP_WARPS, "both warpgroups have made their last scores of it"),
         Barrier("PARTS_FULL", 2, 1, "all parts of the block's first request are there, or of its last"),
@@ -109,14 +109,14 @@ def _barriers(rope: bool, copy: str) -> tuple[Barrier, ...]:
 def _smem(spec: Spec, barriers: tuple[Barrier, ...], copy: str) -> tuple[Region, ...]:
     panels, _ = _query_panels(spec)
     return layout_regions((
-        ("SLOTS", NUM_SLOTS[copy] * tile_bytes(BLOCK_N, SLOT_COLS),
-         f"{NUM_SLOTS[copy]} pieces of {SLOT_COLS} columns of {BLOCK_N} keys"),
-        ("PAIR", 2 * tile_bytes(BLOCK_N, PANEL_COLS), "RoPE columns of two tiles, then the weights in their place"),
+        ("KV", KV_STAGES[copy] * tile_bytes(BLOCK_N, SUB_TILE_COLS),
+         f"{KV_STAGES[copy]} sub-tiles of {SUB_TILE_COLS} columns of {BLOCK_N} keys"),
+        ("ROPE_P", 2 * tile_bytes(BLOCK_N, PANEL_COLS), "RoPE columns of two tiles, then P in their place"),
         ("Q", tile_bytes(WARPGROUP_ROWS, PANEL_COLS * panels), f"the first {panels} panels of the queries"),
-        ("REFERENCES", 2 * 4 * WARPGROUP_ROWS, "[2 tiles][row] what the weights are relative to"),
+        ("REFERENCES", 2 * 4 * WARPGROUP_ROWS, "[2 tiles][row] row references of P"),
         ("RAISED", 2 * 4 * WARPGROUP_WARPS, "[2 tiles][warp] whether it has changed"),
         ("SUMS", 2 * 2 * 4 * WARPGROUP_ROWS, "[2 segments][warpgroup][row] shares of the denominators"),
-        ("SEGMENTS", SEGMENTS * SEGMENT_BYTES, f"{SEGMENTS} announcements of segments"),
+        ("SEGMENTS", SEGMENTS * SEGMENT_BYTES, f"{SEGMENTS} segments"),
         *((("ROWS", WARPGROUP_WARPS * 8 * BLOCK_N, "[copy warp][key of a tile] where it lies"),)
           if copy == "rows" else ()),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
@@ -129,20 +129,20 @@ def _constants(spec: Spec, copy: str) -> tuple[Constant, ...]:
     return (
         Constant("BLOCK_M", WARPGROUP_ROWS, "rows of a wgmma: of a block, at most"),
         Constant("BLOCK_N", BLOCK_N, "keys per tile"),
-        Constant("SLOT_COLS", SLOT_COLS, "columns of a piece of a tile: what is loaded and freed at once"),
-        Constant("NUM_SLOTS", NUM_SLOTS[copy], "pieces in shared memory"),
+        Constant("SUB_TILE_COLS", SUB_TILE_COLS, "columns of a sub-tile: what is loaded and freed at once"),
+        Constant("KV_STAGES", KV_STAGES[copy], "sub-tiles in shared memory"),
         Constant("SMEM_QUERY_PANELS", in_smem, "of 64 columns of the queries in shared memory"),
         Constant("REGISTER_QUERY_PANELS", in_registers, "of them in registers: the last"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of the cache: latent, then RoPE"),
         Constant("HALF_COLS", half, "columns of the output that a warpgroup holds"),
-        Constant("SEGMENTS", SEGMENTS, "announced at most: two tiles ahead and two behind, and the next"),
+        Constant("SEGMENTS", SEGMENTS, "published at most: two tiles ahead and two behind, and the next"),
         Constant("RECORD_WORDS", RECORD_WORDS, "words of a block's record in the schedule"),
         Constant("PART_FLOATS", WARPGROUP_ROWS * (spec.head_dim_v + PARTIAL_ROW_FLOATS),
                  "one part of a request that is cut: output, references and sums"),
         Constant("SCORES_BARRIER", 1, "first of two named barriers, one per warpgroup"),
         Constant("SUMS_BARRIER", 3, "the named barrier at which both warpgroups meet"),
-        Constant("TURN_BARRIER", 4, "the one at which the right warpgroup waits for its turn to make scores"),
-        Constant("VALUES_BARRIER", 5, "... and to multiply the values of its own tile"),
+        Constant("PINGPONG_BARRIER", 4, "the one at which the right warpgroup waits for its turn to make scores"),
+        Constant("VALUES_BARRIER", 5, "the one at which it waits to multiply the values of its own tile"),
         Constant("NUM_THREADS", 3 * WARPGROUP_THREADS, "with the warpgroup of copy warps"),
         Constant("LOAD_REGISTERS", LOAD_REGISTERS, "per thread that copies"),
         Constant("MMA_REGISTERS", MMA_REGISTERS, "per thread that multiplies: what the others leave of 64 Ki"),
@@ -156,7 +156,7 @@ def _tensor_maps(spec: Spec, rope: bool, copy: str) -> tuple[TensorMap, ...]:
     queries = panels("q_map", "q", _query_panels(spec)[0], WARPGROUP_ROWS)
     if copy == "rows":
         return (queries,)
-    return (queries, panels("kv_map", "kv", SLOT_COLS // PANEL_COLS, BLOCK_N),
+    return (queries, panels("kv_map", "kv", SUB_TILE_COLS // PANEL_COLS, BLOCK_N),
             *((panels("rope_map", "kv", 1, BLOCK_N),) if rope else ()))
 
 

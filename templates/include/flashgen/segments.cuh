@@ -18,7 +18,7 @@ FG_DEVICE const Part& part_of_block(const Params& p) {
   return reinterpret_cast<const Part*>(p.schedule)[blockIdx.x];
 }
 
-// Tiles of one request, one after the other in a block's stream of tiles. The load warp announces each with
+// Tiles of one request, one after the other in a block's stream of tiles. The producer warp publishes each with
 // its queries.
 struct Segment {
   int request;     // negative: there are no more
