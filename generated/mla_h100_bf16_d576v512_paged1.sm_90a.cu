@@ -11,7 +11,7 @@
 #include "flashgen/divisor.cuh"
 #include "flashgen/gemm_async.cuh"
 #include "flashgen/latent_rows.cuh"
-#include "flashgen/merge_shares.cuh"
+#include "flashgen/merge_per_block.cuh"
 #include "flashgen/ptx/fence.cuh"
 #include "flashgen/ptx/griddepcontrol.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
@@ -33,7 +33,7 @@ constexpr int HEAD_DIM_QK = 576;  // columns of the cache: latent, then RoPE
 constexpr int HALF_COLS = 256;  // columns of the output that a warpgroup holds
 constexpr int SEGMENTS = 8;  // published at most: two tiles ahead and two behind, and the next
 constexpr int RECORD_WORDS = 16;  // words of a block's record in the schedule
-constexpr int PART_FLOATS = 32896;  // one part of a request that is cut: output, references and sums
+constexpr int PARTIAL_FLOATS = 32896;  // one split of a request: output, row references and row sums
 constexpr int SCORES_BARRIER = 1;  // first of two named barriers, one per warpgroup
 constexpr int SUMS_BARRIER = 3;  // the named barrier at which both warpgroups meet
 constexpr int PINGPONG_BARRIER = 4;  // the one at which the right warpgroup waits for its turn to make scores
@@ -63,7 +63,7 @@ constexpr int P_FULL = 20;  // [2], 4: P of a tile has been stored, with its row
 constexpr int SEGMENT_FULL = 22;  // [1], 1: the next segment has been published
 constexpr int Q_FULL = 23;  // [1], 1: its queries have landed
 constexpr int Q_EMPTY = 24;  // [1], 8: both warpgroups have made their last scores of it
-constexpr int PARTS_FULL = 25;  // [2], 1: all parts of the block's first request are there, or of its last
+constexpr int SPLITS_FULL = 25;  // [2], 1: all splits of the block's first, or last, request are written
 
 struct Params {
   TensorMap q_map;  // of q: [64, rows, panels, batch]
@@ -75,7 +75,7 @@ struct Params {
   const int32_t* seqlens;  // [batch], keys of each request
   const float* sink;  // [num_heads], logit that joins the denominator; null: none
   const int32_t* schedule;  // [blocks][RECORD_WORDS], of the schedule kernel
-  float* partials;  // [blocks][2] results of PART_FLOATS
+  float* partials;  // [blocks][2] results of PARTIAL_FLOATS
   int32_t* counters;  // [blocks] arrivals and departures, zero between launches
   int64_t q_outer_stride;  // elements from request to request
   int64_t q_row_stride;  // elements
@@ -99,7 +99,7 @@ using RopePTile = TileShape<BLOCK_N, 64>;           // RoPE columns of a tile, t
 static_assert(SMEM_ROPE_P - SMEM_KV >= KV_STAGES * SubTile::BYTES, "map and tiles agree");
 static_assert(SMEM_Q - SMEM_ROPE_P >= 2 * RopePTile::BYTES && BLOCK_M == BLOCK_N, "map and tiles agree");
 static_assert(SMEM_REFERENCES - SMEM_Q >= QueryTile::BYTES, "map and tiles agree");
-static_assert(sizeof(Part) == 4 * RECORD_WORDS, "the schedule writes what the decode reads");
+static_assert(sizeof(SmPartition) == 4 * RECORD_WORDS, "the schedule writes what the decode reads");
 static_assert(SMEM_BARRIERS - SMEM_SEGMENTS >= SEGMENTS * sizeof(Segment), "map and tiles agree");
 
 FG_DEVICE Segment& segment_at(unsigned char* smem, int index) {
@@ -234,7 +234,7 @@ struct CacheCopy {
   }
 };
 
-// ---- the copy warps: each goes through the block's part of the schedule, and copies keys; the first
+// ---- the producer warps: each goes through the block's SM partition, and copies keys; the first
 // publishes segments and copies queries
 // Asked anew each time: the copy warps have few registers.
 FG_DEVICE int this_warp() { return first_lane(threadIdx.x / WARP_SIZE); }
@@ -245,12 +245,12 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   if (issues) prefetch_tensormap(&p.q_map);
   CacheCopy copy(p, smem, barriers);
   griddepcontrol_wait();
-  const Part& part = part_of_block(p);  // read anew for each segment: registers are few
+  const SmPartition& partition = sm_partition(p);  // read anew for each segment: registers are few
   StageIndex at{0};  // of the next tile
   int index = 0;  // of the next segment
-  if (part.first_request >= 0) {
-    for (int request = part.first_request; request <= part.last_request; ++request) {
-      Segment segment = segment_of<BLOCK_N>(p, part, request);
+  if (partition.first_request >= 0) {
+    for (int request = partition.first_request; request <= partition.last_request; ++request) {
+      Segment segment = segment_of<BLOCK_N>(p, partition, request);
       segment.begin = at.tile;
       segment.end += at.tile;
       const int keys = segment.keys, end = segment.end;
@@ -292,12 +292,12 @@ FG_DEVICE uint32_t& latent_pair(unsigned char* smem, const StageIndex& stage, in
   return reinterpret_cast<uint32_t*>(tile + SubTile::offset(row, chunk % SubTile::CHUNKS))[pair % 4];
 }
 
-FG_DEVICE float* part_results(const Params& p, int slot) { return p.partials + (int64_t)slot * PART_FLOATS; }
-// Of a request, those of the block with its first part.
-FG_DEVICE int* part_counters(const Params& p, int first_block) { return p.counters + 2 * first_block; }
+FG_DEVICE float* partial_output(const Params& p, int64_t i) { return p.partials + i * PARTIAL_FLOATS; }
+// The counters of a request: those of the block with its first split.
+FG_DEVICE int* split_counters(const Params& p, int first_block) { return p.counters + 2 * first_block; }
 
-// The end of a segment, by both warpgroups: the output, or where other blocks have tiles of the same
-// request, this part of it.
+// The end of a segment, by both warpgroups: the output, or where other blocks have tiles of the same request,
+// the partial output of this split.
 FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1][HALF_COLS / 8][4],
                               const LazyRowState& rows, int half, const Segment& shared_segment, int index) {
   const Segment segment = uniform_copy(shared_segment);
@@ -313,7 +313,7 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
   bar_sync<SUMS_BARRIER, 256>();
 #pragma unroll
   for (int h = 0; h < 2; ++h) sum[h] = sums[8 * h] + sums[BLOCK_M + 8 * h];
-  if (segment.parts == 1) {
+  if (segment.num_splits == 1) {
     float inverse[2] = {};
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {  // once: it is long, and not worth the compiler's time twice
@@ -336,14 +336,14 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
     pack_output<Element>(w, o);
     store_rows<HALF_COLS>([&](int row) { return out + row * (2 * HALF_COLS); }, w, warp_rows);
   } else {
-    float* const results = part_results(p, segment.slot);
+    float* const results = partial_output(p, segment.partial);
     if (warp_rows > 0) {
       write_fragments(results + half * (BLOCK_M * HALF_COLS), o);
       if (half == 0 && lane % 4 == 0) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float* const row_results = results + 2 * BLOCK_M * HALF_COLS + 2 * (lane_row + 8 * h);
-          // A part without keys sets no scale.
+          // A split without keys sets no scale.
           row_results[0] = sum[h] == 0.0f ? -INFINITY : rows.reference(h);
           row_results[1] = sum[h];
         }
@@ -351,50 +351,50 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
     }
     bar_sync_at<128>(SCORES_BARRIER + half);
     if (threadIdx.x % 128 == 0)
-      red_add_release(part_counters(p, blockIdx.x - segment.part * part_of_block(p).row_blocks), 1);
+      red_add_release(split_counters(p, blockIdx.x - segment.split_idx * sm_partition(p).row_blocks), 1);
   }
 }
 
-// By one load thread, which has nothing else to do: waits until all parts of a request are there. All
-// blocks of the grid are resident.
-FG_DEVICE void watch_parts(const Params& p, uint64_t* barriers) {
+// One producer thread, which has nothing else to do, waits until all splits of a request have been written.
+// All blocks of the grid are resident.
+FG_DEVICE void watch_splits(const Params& p, uint64_t* barriers) {
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
     const Split split = split_of_block(p, which);
-    if (split.parts == 1) continue;
-    int* const counters = part_counters(p, split.first_part * part_of_block(p).row_blocks +
-                                        part_of_block(p).row_block);
-    wait_until_equal(counters, 2 * split.parts);
-    mbarrier_arrive(barriers + PARTS_FULL + which);
-    if (atom_add_acq_rel(counters + 1, 1) == split.parts - 1) {  // nobody looks at the counters any more
+    if (split.num_splits == 1) continue;
+    int* const counters = split_counters(p, split.first_partition * sm_partition(p).row_blocks +
+                                        sm_partition(p).row_block);
+    wait_until_equal(counters, 2 * split.num_splits);
+    mbarrier_arrive(barriers + SPLITS_FULL + which);
+    if (atom_add_acq_rel(counters + 1, 1) == split.num_splits - 1) {  // nobody looks at the counters any more
       counters[0] = 0;
       counters[1] = 0;
     }
   }
 }
 
-// At the end of a block's work: requests of which other blocks have parts. Every block adds up its share of
-// the rows.
+// At the end of a block's work: requests of which other blocks have splits. Every block merges (combines)
+// some of their rows.
 FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barriers) {
-  const Part& mine = part_of_block(p);
+  const SmPartition& mine = sm_partition(p);
   const int row_blocks = mine.row_blocks, row_block = mine.row_block, first_row = row_block * mine.block_rows;
   const int rows_end = min_int(first_row + mine.block_rows, p.q_rows);
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
     const Split split = split_of_block(p, which);
-    if (split.parts == 1) continue;
-    const int part = blockIdx.x / row_blocks - split.first_part;
-    mbarrier_wait_parity(barriers + PARTS_FULL + which, 0);
+    if (split.num_splits == 1) continue;
+    const int split_idx = blockIdx.x / row_blocks - split.first_partition;
+    mbarrier_wait_parity(barriers + SPLITS_FULL + which, 0);
     bar_sync<SUMS_BARRIER, 256>();  // both warpgroups are done with the shared memory that this takes
-    const float* const first_results = part_results(p, 2 * (split.first_part * row_blocks + row_block));
+    const float* const first = partial_output(p, 2 * (split.first_partition * row_blocks + row_block));
     const auto results = [&](int i) {
-      return first_results + (int64_t)(2 * i * row_blocks + (i == 0)) * PART_FLOATS;
+      return first + (int64_t)(2 * i * row_blocks + (i == 0)) * PARTIAL_FLOATS;
     };
     const auto end = [&](int row_in_block, float reference, float sum) {
       const int row = first_row + row_in_block;
       if (row >= rows_end) return 0.0f;
       const RowEnd ends = end_row(p, row, reference, sum);
-      if (part == 0 && p.lse != nullptr) write_row_lse(p, split.request, row, ends.lse);
+      if (split_idx == 0 && p.lse != nullptr) write_row_lse(p, split.request, row, ends.lse);
       return ends.inverse;
     };
     Element* const out = p.out + ((int64_t)split.request * p.q_rows + first_row) * (2 * HALF_COLS);
@@ -402,7 +402,7 @@ FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barr
       if (first_row + row_in_block < rows_end)
         *reinterpret_cast<uint32_t*>(out + row_in_block * (2 * HALF_COLS) + col) = pack2(Element{}, x, y);
     };
-    merge_share<BLOCK_M, HALF_COLS, SUMS_BARRIER>(results, split.parts, part, rows_end - first_row,
+    merge_rows<BLOCK_M, HALF_COLS, SUMS_BARRIER>(results, split.num_splits, split_idx, rows_end - first_row,
                                                   reinterpret_cast<float*>(smem + SMEM_KV), end, write);
   }
 }
@@ -671,7 +671,7 @@ FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
     for (int i = 0; i < 1; ++i) mbarrier_init(barriers + SEGMENT_FULL + i, 1);
     for (int i = 0; i < 1; ++i) mbarrier_init(barriers + Q_FULL + i, 1);
     for (int i = 0; i < 1; ++i) mbarrier_init(barriers + Q_EMPTY + i, 8);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PARTS_FULL + i, 1);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + SPLITS_FULL + i, 1);
     fence_mbarrier_init();
   }
 }
@@ -686,7 +686,7 @@ mla_h100_bf16_d576v512_paged1(const __grid_constant__ Params p) {
   if (first_lane(threadIdx.x / 128) == 0) {
     setmaxnreg_dec<LOAD_REGISTERS>();
     load(p, smem, barriers);
-    if (threadIdx.x == 0) watch_parts(p, barriers);
+    if (threadIdx.x == 0) watch_splits(p, barriers);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
     griddepcontrol_wait();

@@ -74,7 +74,7 @@ def lower_schedule(spec: Spec, target: Target) -> Plan:
             Param("q_rows", "i32", "seqlen_q * num_heads of the decode"),
             Param("blocks", "i32", "of the decode: at least one for every 64 rows"),
             Param("overhead_tiles", "i32", "what a segment costs beside its tiles, in tiles"),
-            Param("most_single_tiles", "i32", "tiles of a request that may have a part each"),
+            Param("most_single_tiles", "i32", "tiles of a request that may have a partition each"),
         ),
         smem=(), roles=(Role("schedule", 1),), launch=Launch(32, 1, 0, "x = 1"),
     )
@@ -102,7 +102,7 @@ def _barriers(rope: bool, copy: str) -> tuple[Barrier, ...]:
         Barrier("SEGMENT_FULL", 1, 1, "the next segment has been published"),
         Barrier("Q_FULL", 1, 1, "its queries have landed"),
         Barrier("Q_EMPTY", 1, 2 * WARPGROUP_WARPS, "both warpgroups have made their last scores of it"),
-        Barrier("PARTS_FULL", 2, 1, "all parts of the block's first request are there, or of its last"),
+        Barrier("SPLITS_FULL", 2, 1, "all splits of the block's first, or last, request are written"),
     )
 
 
@@ -137,8 +137,8 @@ def _constants(spec: Spec, copy: str) -> tuple[Constant, ...]:
         Constant("HALF_COLS", half, "columns of the output that a warpgroup holds"),
         Constant("SEGMENTS", SEGMENTS, "published at most: two tiles ahead and two behind, and the next"),
         Constant("RECORD_WORDS", RECORD_WORDS, "words of a block's record in the schedule"),
-        Constant("PART_FLOATS", WARPGROUP_ROWS * (spec.head_dim_v + PARTIAL_ROW_FLOATS),
-                 "one part of a request that is cut: output, references and sums"),
+        Constant("PARTIAL_FLOATS", WARPGROUP_ROWS * (spec.head_dim_v + PARTIAL_ROW_FLOATS),
+                 "one split of a request: output, row references and row sums"),
         Constant("SCORES_BARRIER", 1, "first of two named barriers, one per warpgroup"),
         Constant("SUMS_BARRIER", 3, "the named barrier at which both warpgroups meet"),
         Constant("PINGPONG_BARRIER", 4, "the one at which the right warpgroup waits for its turn to make scores"),
@@ -175,7 +175,7 @@ def _params(rope: bool, copy: str) -> tuple[Param, ...]:
         Param("seqlens", "i32_ptr", "[batch], keys of each request"),
         Param("sink", "f32_ptr", "[num_heads], logit that joins the denominator; null: none"),
         Param("schedule", "i32_ptr", "[blocks][RECORD_WORDS], of the schedule kernel"),
-        Param("partials", "f32_out", "[blocks][2] results of PART_FLOATS"),
+        Param("partials", "f32_out", "[blocks][2] results of PARTIAL_FLOATS"),
         Param("counters", "i32_out", "[blocks] arrivals and departures, zero between launches"),
         Param("q_outer_stride", "i64", "elements from request to request"),
         Param("q_row_stride", "i64", "elements"),
