@@ -530,8 +530,8 @@ struct Warpgroup {
     }
     if (lane == 0) raised()[stage.rope_p() * 4] = rescale.any;
     if (keys - p.masked_keys < BLOCK_N) {
-      silence_nonfinite<Element, HALF_COLS>(smem, stage, max_int(keys - p.masked_keys, 0),
-                                            min_int(keys, BLOCK_N));
+      zero_nonfinite<Element, HALF_COLS>(smem, stage, max_int(keys - p.masked_keys, 0),
+                                         min_int(keys, BLOCK_N));
 #pragma unroll 1
       for (int sub_tile = 0; sub_tile < SUB_TILES; ++sub_tile)
         clear_rows<SubTile>(smem + SMEM_KV + stage.kv(sub_tile) * SubTile::BYTES, max_int(keys, 0));

@@ -48,8 +48,8 @@ constexpr int OUT_STAGES = 2;  // panels of 16 rows of output that a warp has ro
 constexpr int STORED_ROWS = 1;  // of a warp's 16 that must exist for a box: it ends where the tensor does
 constexpr int LOAD_REGISTERS = 32;  // per thread that copies
 constexpr int MMA_REGISTERS = 160;  // per thread that multiplies: what the others leave of 64 Ki
-constexpr int CLEAN_WARPS = 2;  // of the load warpgroup: what its other two leave
-constexpr int CLEAN_BARRIER = 7;  // the named barrier at which they meet, behind those below
+constexpr int FILTER_WARPS = 2;  // of the producer warpgroup: those that filter NaNs
+constexpr int FILTER_BARRIER = 7;  // the named barrier at which they meet, behind those below
 constexpr int PINGPONG_BARRIER = 1;  // first of the named barriers for pingpong, one per warpgroup
 
 // Shared memory of one block: where each region begins, and how many bytes it has.
@@ -293,7 +293,7 @@ FG_DEVICE void wait_for_setup(const Params& p) { bar_sync_of(0, p.block_rows * 2
 struct WorkTileInfo {
   TileCoord work;
   int work_idx;                       // negative: there is no more
-  int poisoned[CLEAN_WARPS];          // by clean warp: whether the others held an infinity or a NaN
+  int found_nonfinite[FILTER_WARPS];  // by NaN-filter warp: whether it found an infinity or a NaN
   int first_query[WARPGROUPS];        // of each warpgroup; past the end if it has none
 };
 static_assert(SMEM_BARRIERS - SMEM_WORK >= WORK_STAGES * sizeof(WorkTileInfo), "map and tiles agree");
@@ -305,7 +305,7 @@ FG_DEVICE void write_work_tile(WorkTileInfo& a, const Params& p, const TileCoord
   if (lane == 0) {
     a.work = work;
     a.work_idx = work_idx;
-    for (int i = 0; i < CLEAN_WARPS; ++i) a.poisoned[i] = 0;
+    for (int i = 0; i < FILTER_WARPS; ++i) a.found_nonfinite[i] = 0;
   }
   sync_warp();
 }
@@ -427,10 +427,10 @@ FG_DEVICE void load_queries(const Params& p, unsigned char* smem, uint64_t* barr
   }
 }
 
-// ---- the clean warps: they keep infinities and NaNs of hidden keys from the products (nonfinite.cuh)
-// They search the tiles of values that not every row sees whole, and put zeros where they find one. The rows
-// that do see it get it in the epilogue, from device memory.
-FG_DEVICE void clean_values(unsigned char* smem, uint64_t* barriers, int clean_warp) {
+// ---- the NaN-filter warps keep infinities and NaNs of masked keys from the products (nonfinite.cuh)
+// They search the tiles of values that some row does not see whole, and write zeros over those they find. The
+// epilogue adds them to the rows that see them, from device memory.
+FG_DEVICE void filter_nonfinite(unsigned char* smem, uint64_t* barriers, int filter_warp) {
   Ring<NUM_STAGES> values;
   WorkConsumer work_tiles = {smem, barriers};
   while (work_tiles.wait()) {
@@ -441,12 +441,12 @@ FG_DEVICE void clean_values(unsigned char* smem, uint64_t* barriers, int clean_w
       const int* const words = reinterpret_cast<const int*>(smem + SMEM_TILES);
       word = first_lane(words[NUM_STAGES * WARPGROUPS + values.stage]);
       if ((word & TILE_PARTIAL) != 0 &&
-          clean_tile<ValueTile, CLEAN_WARPS, Element>(smem + SMEM_V + values.stage * ValueTile::BYTES,
-                                                      clean_warp) &&
+          filter_tile<ValueTile, FILTER_WARPS, Element>(smem + SMEM_V + values.stage * ValueTile::BYTES,
+                                                        filter_warp) &&
           threadIdx.x % WARP_SIZE == 0)
-        a.poisoned[clean_warp] = 1;
-      bar_sync<CLEAN_BARRIER, CLEAN_WARPS * WARP_SIZE>();
-      if (clean_warp == 0 && threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(barriers + V_FULL + values.stage);
+        a.found_nonfinite[filter_warp] = 1;
+      bar_sync<FILTER_BARRIER, FILTER_WARPS * WARP_SIZE>();
+      if (filter_warp == 0 && threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(barriers + V_FULL + values.stage);
       values.advance();
     } while (!(word & TILE_LAST));
     work_tiles.advance();
@@ -454,12 +454,15 @@ FG_DEVICE void clean_values(unsigned char* smem, uint64_t* barriers, int clean_w
   }
 }
 
-// ---- infinities and NaNs that were kept from the products: by hand to where the rows that see them have
-// their output, the first of this lane's being `row`. See each_nonfinite.
-FG_DEVICE bool poisoned(const WorkTileInfo& a) { return a.poisoned[0] + a.poisoned[1] != 0; }
+// ---- infinities and NaNs that were kept from the products are added to the output of the rows that see
+// them. `row`: the first row of this lane. See each_nonfinite.
+FG_DEVICE bool found_nonfinite(const WorkTileInfo& a) {
+  return a.found_nonfinite[0] + a.found_nonfinite[1] != 0;
+}
 
 template <class Visible, class Add>
-FG_DEVICE void put_back(const Params& p, const WorkTileInfo& a, int row, Visible visible, Add add) {
+FG_DEVICE void add_nonfinite_to_output(const Params& p, const WorkTileInfo& a, int row, Visible visible,
+                                       Add add) {
   const Element* const v = v_rows(p, a.work);
   // In tiles that all rows see the products have added them already, which makes no difference.
   each_nonfinite<HEAD_DIM_V>(v, p.v_row_stride, 0, a.work.seqlen_kv, row, visible, add);
@@ -610,10 +613,10 @@ FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t
         store_box<OutRows>(&p.out_map, panel_image, panel, map_q_row(work) + warp_row, work.head_q,
                            map_batch(work));
     });
-    if (poisoned(a)) {
+    if (found_nonfinite(a)) {
       if (lane == 0) bulk_wait<0>();  // the output is there
       sync_warp();
-      put_back(p, a, row, visible, [&](int h, int col, uint32_t pair) {
+      add_nonfinite_to_output(p, a, row, visible, [&](int h, int col, uint32_t pair) {
         if (lane_row + 8 * h >= rows_here) return;
         red_add2(Element{}, out_row(p, work, row + 8 * h) + col, pair);
       });
@@ -644,7 +647,7 @@ window_sinks_bf16_d128_fa3_sink_x00855378(const __grid_constant__ Params p) {
     if (warp == QUERY_WARP)
       load_queries(p, smem, barriers);
     else
-      clean_values(smem, barriers, warp - QUERY_WARP - 1);
+      filter_nonfinite(smem, barriers, warp - QUERY_WARP - 1);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
     wait_for_setup(p);

@@ -189,12 +189,13 @@ FAULTS = {
     "NaN not looked for": (
         "tile counter, output over queries", "nonfinite.cuh", "NaN",
         "!any_in_warp(((zeros[0] | zeros[1])", "!any_in_warp((0"),
-    "NaN of hidden keys added": (
+    "NaN of masked keys added": (
         "tile counter, output over queries", "nonfinite.cuh", "NaN",
         "holds(visible(q_pos + 8 * h), key);", "holds(visible(q_pos + 8 * h), key - 1);"),
-    "NaN put back before the output": (
+    "NaN added before the output": (
         "varlen", "kernel", "", "if (lane == 0) bulk_wait<0>();  // the output is there", ""),
-    "NaN not put back": ("varlen", "kernel", "NaN", "return a.poisoned[0] + a.poisoned[1] != 0", "return false"),
+    "NaN not added to the output": (
+        "varlen", "kernel", "NaN", "return a.found_nonfinite[0] + a.found_nonfinite[1] != 0", "return false"),
     "a work tile fetched twice": (
         "tile counter, output over queries", "kernel", "", "gridDim.x + fetch_next_work(p.counters)", "gridDim.x"),
 }

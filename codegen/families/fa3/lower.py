@@ -39,7 +39,7 @@ MIN_STAGES = 2            # of keys and values: keys run a tile ahead
 OUT_STAGES = 2            # panels of the output that a warp has under way
 WORK_STAGES = 2           # work tiles published ahead: the one at work, and the one whose loads run
 WORK_PREFETCH_TILES = 3   # hides the answer of a device-wide counter; more would hand out tiles too early
-CLEAN_WARPS = 2           # of the load warpgroup, beside the load warp and the query warp
+FILTER_WARPS = 2          # that filter NaNs: in the producer warpgroup, beside the producers of K and V, and of Q
 # (8-column chunks per merge pass, splits read together). Two chunks fill a sector of device memory, and keep every SM
 # busy where query tiles are few, as they are with pack-GQA; more chunks wait less often.
 MERGED, MERGED_FEW = (4, 4), (2, 6)
@@ -62,12 +62,12 @@ def lower(spec: Spec, target: Target) -> Plan:
         row = replace(row, m=rows, warps=rows // WARPGROUP_ROWS * WARPGROUP_WARPS,
                       source=f"{row.source}; with fewer rows, as each score reads an element of a tensor")
     varlen = spec.kv_layout == "varlen"
-    # Rows of other sequences, or hidden keys: values that a P of 0 does not silence.
-    poisonable = varlen or mask != "full"
+    # Rows of other sequences, or masked keys: their values reach the output through a P of 0 if they are NaN.
+    filters_nonfinite = varlen or mask != "full"
 
     def in_smem(tile: TileRow) -> tuple[tuple[Barrier, ...], tuple[Region, ...]]:
         groups = tile.m // WARPGROUP_ROWS
-        barriers = _barriers(tile, groups, poisonable)
+        barriers = _barriers(tile, groups, filters_nonfinite)
         return barriers, _smem(spec, tile, groups, mask == "expression", _out_stages(spec, tile), barriers)
 
     tile = TILES.overridden(spec, row)
@@ -89,7 +89,7 @@ def lower(spec: Spec, target: Target) -> Plan:
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
         template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
-        constants=_constants(spec, tile, groups, out_stages, split, pingpong, poisonable),
+        constants=_constants(spec, tile, groups, out_stages, split, pingpong, filters_nonfinite),
         slots=(("layout", "packed" if packed else spec.kv_layout), ("coordinates", spec.kv_layout),
                ("rows", "packed" if packed else "plain"), *expressions.slots_of(spec), ("order", order),
                ("p_operand", tile.p_operand), ("output", "apart" if out_stages else "over_queries"),
@@ -98,7 +98,7 @@ def lower(spec: Spec, target: Target) -> Plan:
                ("one_loop", split and spec.head_dim_qk > ONE_LOOP_HEAD_DIM), ("tile_counter", order != "in_order"),
                ("pingpong", pingpong), ("over_queries", not out_stages),
                ("stores_boxes", not packed), ("stores_rows", varlen or packed), ("packed", packed),
-               ("moves_registers", groups in REGISTERS), ("poisonable", poisonable),
+               ("moves_registers", groups in REGISTERS), ("filters_nonfinite", filters_nonfinite),
                ("tile_words", mask == "expression"), *expressions.flags_of(spec)),
         params=_params(spec, order, split, pingpong), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
@@ -134,7 +134,7 @@ def _check_tile(spec: Spec, tile: TileRow) -> None:
                "a smaller tile.n, or fewer warpgroups")
 
 
-def _barriers(tile: TileRow, groups: int, poisonable: bool) -> tuple[Barrier, ...]:
+def _barriers(tile: TileRow, groups: int, filters_nonfinite: bool) -> tuple[Barrier, ...]:
     q_stages = tile.q_stages * groups
     return (
         Barrier("K_FULL", tile.stages, 1, "a tile of keys has landed"),
@@ -144,10 +144,10 @@ def _barriers(tile: TileRow, groups: int, poisonable: bool) -> tuple[Barrier, ..
         Barrier("Q_FULL", q_stages, 1, "the queries of a warpgroup have landed; [warpgroup][stage]"),
         Barrier("Q_EMPTY", q_stages, WARPGROUP_WARPS, "every warp of it is done with them; [warpgroup][stage]"),
         Barrier("WORK_FULL", WORK_STAGES, 1, "the next work tile has been published"),
-        Barrier("WORK_EMPTY", WORK_STAGES, 1 + (CLEAN_WARPS if poisonable else 0),
+        Barrier("WORK_EMPTY", WORK_STAGES, 1 + (FILTER_WARPS if filters_nonfinite else 0),
                 "the other warps are done with it", WARPGROUP_WARPS),
         *((Barrier("V_LANDED", tile.stages, 1, "a tile of values has landed that not every row sees whole"),)
-          if poisonable else ()),
+          if filters_nonfinite else ()),
     )
 
 
@@ -212,7 +212,7 @@ def _wgmma_shapes(spec: Spec, tile: TileRow) -> tuple[WgmmaShape, ...]:
 
 
 def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: bool, pingpong: bool,
-               poisonable: bool) -> tuple[Constant, ...]:
+               filters_nonfinite: bool) -> tuple[Constant, ...]:
     cols_v = round_up(spec.head_dim_v, 16)
     constants = [
         Constant("WARPGROUPS", groups, "that multiply, at most: a launch for few query rows has fewer"),
@@ -245,10 +245,10 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
             Constant("LOAD_REGISTERS", registers[0], "per thread that copies"),
             Constant("MMA_REGISTERS", registers[1], "per thread that multiplies: what the others leave of 64 Ki"),
         ]
-    if poisonable:
+    if filters_nonfinite:
         constants += [
-            Constant("CLEAN_WARPS", CLEAN_WARPS, "of the load warpgroup: what its other two leave"),
-            Constant("CLEAN_BARRIER", 1 + 2 * groups, "the named barrier at which they meet, behind those below"),
+            Constant("FILTER_WARPS", FILTER_WARPS, "of the producer warpgroup: those that filter NaNs"),
+            Constant("FILTER_BARRIER", 1 + 2 * groups, "the named barrier at which they meet, behind those below"),
         ]
     if pingpong:
         constants.append(Constant("PINGPONG_BARRIER", 1, "first of the named barriers for pingpong, one per warpgroup"))

@@ -33,7 +33,7 @@ FG_DEVICE void hide_keys(float (&s)[1][N][4], const Visible& visible, int col) {
 }
 
 // A value that is infinite or NaN would reach the rows that do not see its key, too: their P is 0, and
-// 0 * NaN is not. So it is silenced (below), and the rows that see it get it from here, by way of their
+// 0 * NaN is not. So zero_nonfinite removes it, and the rows that see it get it from here, by way of their
 // sum: they end as NaN. By a warp, for the keys from `first` to `end`, at most 7, that only some rows see.
 template <class Element, int PAIRS, class StageIndex>
 FG_DEVICE void spread_nonfinite(LazyRowState& rows, unsigned char* smem, const StageIndex& stage, const Visible& visible,
@@ -53,7 +53,7 @@ FG_DEVICE void spread_nonfinite(LazyRowState& rows, unsigned char* smem, const S
 
 // By a warpgroup, when no product reads these keys any more.
 template <class Element, int PAIRS, class StageIndex>
-FG_DEVICE void silence_nonfinite(unsigned char* smem, const StageIndex& stage, int first, int end) {
+FG_DEVICE void zero_nonfinite(unsigned char* smem, const StageIndex& stage, int first, int end) {
 #pragma unroll 1
   for (int i = threadIdx.x % 128 + first * PAIRS; i < end * PAIRS; i += 128) {
     uint32_t& pair = latent_pair(smem, stage, i / PAIRS, i % PAIRS);
