@@ -38,9 +38,9 @@ constexpr int SCORES_BARRIER = 1;  // first of two named barriers, one per warpg
 constexpr int SUMS_BARRIER = 3;  // the named barrier at which both warpgroups meet
 constexpr int PINGPONG_BARRIER = 4;  // the one at which the right warpgroup waits for its turn to make scores
 constexpr int VALUES_BARRIER = 5;  // the one at which it waits to multiply the values of its own tile
-constexpr int NUM_THREADS = 384;  // with the warpgroup of copy warps
+constexpr int NUM_THREADS = 384;  // with the producer warpgroup
 constexpr int LOAD_REGISTERS = 24;  // per thread that copies
-constexpr int MMA_REGISTERS = 240;  // per thread that multiplies: what the others leave of 64 Ki
+constexpr int MMA_REGISTERS = 240;  // per consumer thread: what the producers leave of 64 Ki
 
 // Shared memory of one block: where each region begins, and how many bytes it has.
 constexpr int SMEM_KV = 0;  // 131072: 8 sub-tiles of 128 columns of 64 keys
@@ -50,7 +50,7 @@ constexpr int SMEM_REFERENCES = 196608;  // 512: [2 tiles][row] row references o
 constexpr int SMEM_RAISED = 197120;  // 32: [2 tiles][warp] whether it has changed
 constexpr int SMEM_SUMS = 197632;  // 1024: [2 segments][warpgroup][row] shares of the denominators
 constexpr int SMEM_SEGMENTS = 198656;  // 320: 8 segments
-constexpr int SMEM_ROWS = 199680;  // 2048: [copy warp][key of a tile] where it lies
+constexpr int SMEM_ROWS = 199680;  // 2048: [producer warp][key of a tile] where it lies
 constexpr int SMEM_BARRIERS = 201728;  // 216: the mbarriers
 constexpr int SMEM_BYTES = 201944;
 
@@ -236,7 +236,7 @@ struct CacheCopy {
 
 // ---- the producer warps: each goes through the block's SM partition, and copies keys; the first
 // publishes segments and copies queries
-// Asked anew each time: the copy warps have few registers.
+// Asked anew each time: the producer warps have few registers.
 FG_DEVICE int this_warp() { return first_lane(threadIdx.x / WARP_SIZE); }
 
 FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
@@ -659,7 +659,7 @@ struct Warpgroup {
   }
 };
 
-// By one warp, which shows the barriers to the copy engine. One lane does it: the instruction takes an
+// By one warp, which shows the barriers to TMA. One lane does it: the instruction takes an
 // address that is the same in the whole warp, so lanes with an address each would make it a loop.
 FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
   if (threadIdx.x % WARP_SIZE == 0) {

@@ -38,9 +38,9 @@ constexpr int SCORES_BARRIER = 1;  // first of two named barriers, one per warpg
 constexpr int SUMS_BARRIER = 3;  // the named barrier at which both warpgroups meet
 constexpr int PINGPONG_BARRIER = 4;  // the one at which the right warpgroup waits for its turn to make scores
 constexpr int VALUES_BARRIER = 5;  // the one at which it waits to multiply the values of its own tile
-constexpr int NUM_THREADS = 384;  // with the warpgroup of copy warps
+constexpr int NUM_THREADS = 384;  // with the producer warpgroup
 constexpr int LOAD_REGISTERS = 24;  // per thread that copies
-constexpr int MMA_REGISTERS = 240;  // per thread that multiplies: what the others leave of 64 Ki
+constexpr int MMA_REGISTERS = 240;  // per consumer thread: what the producers leave of 64 Ki
 
 // Shared memory of one block: where each region begins, and how many bytes it has.
 constexpr int SMEM_KV = 0;  // 163840: 10 sub-tiles of 128 columns of 64 keys
@@ -180,7 +180,7 @@ struct CacheCopy {
 
 // ---- the producer warps: each goes through the block's SM partition, and copies keys; the first
 // publishes segments and copies queries
-// Asked anew each time: the copy warps have few registers.
+// Asked anew each time: the producer warps have few registers.
 FG_DEVICE int this_warp() { return first_lane(threadIdx.x / WARP_SIZE); }
 
 FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
@@ -603,7 +603,7 @@ struct Warpgroup {
   }
 };
 
-// By one warp, which shows the barriers to the copy engine. One lane does it: the instruction takes an
+// By one warp, which shows the barriers to TMA. One lane does it: the instruction takes an
 // address that is the same in the whole warp, so lanes with an address each would make it a loop.
 FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
   if (threadIdx.x % WARP_SIZE == 0) {

@@ -127,7 +127,7 @@ class Counts:
     shape: Shape
     registers_max: int       # per thread, from the launch bounds
     registers: int | None    # per thread of a build, None if there is none
-    need: RegisterNeed | None  # of a thread that multiplies, at least; None for kernels without wgmma
+    need: RegisterNeed | None  # of a consumer thread, at least; None for kernels without wgmma
     work: Work
     traffic: Traffic
     roofline: Roofline

@@ -124,7 +124,7 @@ COPY = trace.KINDS.index("copies")
     ("kv_pos // 1000 == 4 and q_pos > 8500", 9000), ("kv_pos < 3 or kv_pos == 5000 or q_pos == kv_pos", 9001),
     ("kv_pos % 3000 < 40", 2049), ("q_pos == 3 and kv_pos % 2 == 0", 70000)])
 def test_every_hidden_tile_is_skipped(mask: str, keys: int) -> None:
-    """What the load warp copies of a query tile is, key tile for key tile, what some row sees: once as keys, once as
+    """What the producer copies of a query tile is, key tile for key tile, what some row sees: once as keys, once as
     values."""
     problem, rows, tile_n = Problem(1, 64, keys), 64, 32
     variant, inputs = small("fa3", mask=mask), problem.make_inputs()

@@ -1,7 +1,7 @@
-"""Lowers the fa3 family: FlashAttention-3 (Shah et al. 2024) on the copy engine, wgmma and mbarriers; sm_90a.
+"""Lowers the fa3 family: FlashAttention-3 (Shah et al. 2024) on TMA, wgmma and mbarriers; sm_90a.
 
-A persistent block has a warpgroup of copy warps and one to four warpgroups that multiply, each with 64 rows of the
-query tile. Keys and values pass through rings of NUM_STAGES stages; each warpgroup has Q_STAGES query stages.
+A persistent block has a producer warpgroup and one to four consumer warpgroups, each with 64 rows of the query
+tile. Keys and values pass through rings of NUM_STAGES stages; each warpgroup has Q_STAGES query stages.
 """
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from flashgen.errors import PlanError
 if TYPE_CHECKING:
     from flashgen.codegen.families.fa3.options import Spec
 
-# Registers per thread by number of mma warpgroups: (load, mma). A block has 64 Ki; setmaxnreg moves them in steps of 8.
-# The load warps decode tiles and keep three rings, which takes about 32.
+# Registers per thread by number of consumers: (load, mma). A block has 64 Ki; setmaxnreg moves them in steps of 8.
+# The producer warps decode tiles and keep three rings, which takes about 32.
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
 GATHER_REGISTERS = (40, 152)  # of three, where tiles are found by tensors that are read element by element
-ALL_REGISTERS = 255       # of a thread: what each has from the start where only one warpgroup multiplies
+ALL_REGISTERS = 255       # of a thread: what each has from the start with one consumer warpgroup
 MIN_STAGES = 2            # of keys and values: keys run a tile ahead
 OUT_STAGES = 2            # panels of the output that a warp has under way
 WORK_STAGES = 2           # work tiles published ahead: the one at work, and the one whose loads run
@@ -66,9 +66,9 @@ def lower(spec: Spec, target: Target) -> Plan:
     filters_nonfinite = varlen or mask != "full"
 
     def in_smem(tile: TileRow) -> tuple[tuple[Barrier, ...], tuple[Region, ...]]:
-        groups = tile.m // WARPGROUP_ROWS
-        barriers = _barriers(tile, groups, filters_nonfinite)
-        return barriers, _smem(spec, tile, groups, mask == "expression", _out_stages(spec, tile), barriers)
+        num_consumers = tile.m // WARPGROUP_ROWS
+        barriers = _barriers(tile, num_consumers, filters_nonfinite)
+        return barriers, _smem(spec, tile, num_consumers, mask == "expression", _out_stages(spec, tile), barriers)
 
     tile = TILES.overridden(spec, row)
     _check_tile(spec, tile)
@@ -77,19 +77,19 @@ def lower(spec: Spec, target: Target) -> Plan:
         tile = replace(tile, stages=tile.stages - 1,
                        source=f"{tile.source}; with a stage less, as queries and output of these head dims lie apart")
         barriers, smem = in_smem(tile)
-    groups = tile.m // WARPGROUP_ROWS
-    load_registers, mma_registers = _registers(spec, groups) or (None, None)
+    num_consumers = tile.m // WARPGROUP_ROWS
+    load_registers, mma_registers = _registers(spec, num_consumers) or (None, None)
     split = spec.split
     # Without turns, warpgroups whose softmax takes long fall into step (docs/lab/variants.md).
     slow = mask == "expression" or spec.expressions.score is not None
-    pingpong = (spec.schedule or ("pingpong" if slow else tile.schedule)) == "pingpong" and groups > 1
+    pingpong = (spec.schedule or ("pingpong" if slow else tile.schedule)) == "pingpong" and num_consumers > 1
     packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
     order = "in_order" if packed else "longest_first"
     out_stages = _out_stages(spec, tile)
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
         template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
-        constants=_constants(spec, tile, groups, out_stages, split, pingpong, filters_nonfinite),
+        constants=_constants(spec, tile, num_consumers, out_stages, split, pingpong, filters_nonfinite),
         slots=(("layout", "packed" if packed else spec.kv_layout), ("coordinates", spec.kv_layout),
                ("rows", "packed" if packed else "plain"), *expressions.slots_of(spec), ("order", order),
                ("p_operand", tile.p_operand), ("output", "apart" if out_stages else "over_queries"),
@@ -98,12 +98,12 @@ def lower(spec: Spec, target: Target) -> Plan:
                ("one_loop", split and spec.head_dim_qk > ONE_LOOP_HEAD_DIM), ("tile_counter", order != "in_order"),
                ("pingpong", pingpong), ("over_queries", not out_stages),
                ("stores_boxes", not packed), ("stores_rows", varlen or packed), ("packed", packed),
-               ("moves_registers", groups in REGISTERS), ("filters_nonfinite", filters_nonfinite),
+               ("moves_registers", num_consumers in REGISTERS), ("filters_nonfinite", filters_nonfinite),
                ("tile_words", mask == "expression"), *expressions.flags_of(spec)),
         params=_params(spec, order, split, pingpong), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
-               Role("mma", WARPGROUP_WARPS * groups, mma_registers)),
-        launch=Launch(WARPGROUP_THREADS * (groups + 1), 1, _end(smem),
+               Role("mma", WARPGROUP_WARPS * num_consumers, mma_registers)),
+        launch=Launch(WARPGROUP_THREADS * (num_consumers + 1), 1, _end(smem),
                       "x = one block per SM, or per work tile where those are fewer"),
         tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
@@ -111,36 +111,37 @@ def lower(spec: Spec, target: Target) -> Plan:
     )
 
 
-def _registers(spec: Spec, groups: int) -> tuple[int, int] | None:
+def _registers(spec: Spec, num_consumers: int) -> tuple[int, int] | None:
     """(load, mma), or None where nothing moves."""
-    return GATHER_REGISTERS if groups == 3 and expressions.gathers(spec) else REGISTERS.get(groups)
+    return GATHER_REGISTERS if num_consumers == 3 and expressions.gathers(spec) else REGISTERS.get(num_consumers)
 
 
 def _check_tile(spec: Spec, tile: TileRow) -> None:
     def refuse(what: str, allowed: str, nearest: str = "") -> None:
         raise PlanError(what, where=f"{spec.variant}.{spec.arch}", allowed=allowed, nearest=nearest)
 
-    groups = tile.m // WARPGROUP_ROWS
-    if tile.m != WARPGROUP_ROWS * groups or tile.warps != WARPGROUP_WARPS * groups or not 1 <= groups <= MAX_WARPGROUPS:
+    num_consumers = tile.m // WARPGROUP_ROWS
+    if (tile.m != WARPGROUP_ROWS * num_consumers or tile.warps != WARPGROUP_WARPS * num_consumers
+            or not 1 <= num_consumers <= MAX_WARPGROUPS):
         refuse(f"tile.m {tile.m} with {tile.warps} mma warps", "64, 128, 192 or 256 rows, with 4 warps for every 64")
     if tile.n % 16:
         refuse(f"tile.n {tile.n} is not a multiple of 16", "multiples of 16 (one k-step of the PV product)")
     if tile.p_operand == "shared" and tile.n % 32:
         refuse(f"tile.n {tile.n} with p_operand shared", "multiples of 32 (whole panels of P)")
     need = register_need(tile.n, round_up(spec.head_dim_v, 16), tile.p_operand)
-    _, limit = _registers(spec, groups) or (0, ALL_REGISTERS)
+    _, limit = _registers(spec, num_consumers) or (0, ALL_REGISTERS)
     if need.total > limit:
-        refuse(f"needs at least {need} registers per mma thread", f"{limit} with {groups} mma warpgroups",
+        refuse(f"needs at least {need} registers per mma thread", f"{limit} with {num_consumers} mma warpgroups",
                "a smaller tile.n, or fewer warpgroups")
 
 
-def _barriers(tile: TileRow, groups: int, filters_nonfinite: bool) -> tuple[Barrier, ...]:
-    q_stages = tile.q_stages * groups
+def _barriers(tile: TileRow, num_consumers: int, filters_nonfinite: bool) -> tuple[Barrier, ...]:
+    q_stages = tile.q_stages * num_consumers
     return (
         Barrier("K_FULL", tile.stages, 1, "a tile of keys has landed"),
-        Barrier("K_EMPTY", tile.stages, 0, "every mma warp is done with it", WARPGROUP_WARPS),
+        Barrier("K_EMPTY", tile.stages, 0, "every consumer warp has released it", WARPGROUP_WARPS),
         Barrier("V_FULL", tile.stages, 1, "a tile of values has landed"),
-        Barrier("V_EMPTY", tile.stages, 0, "every mma warp is done with it", WARPGROUP_WARPS),
+        Barrier("V_EMPTY", tile.stages, 0, "every consumer warp has released it", WARPGROUP_WARPS),
         Barrier("Q_FULL", q_stages, 1, "the queries of a warpgroup have landed; [warpgroup][stage]"),
         Barrier("Q_EMPTY", q_stages, WARPGROUP_WARPS, "every warp of it is done with them; [warpgroup][stage]"),
         Barrier("WORK_FULL", WORK_STAGES, 1, "the next work tile has been published"),
@@ -151,23 +152,23 @@ def _barriers(tile: TileRow, groups: int, filters_nonfinite: bool) -> tuple[Barr
     )
 
 
-def _smem(spec: Spec, tile: TileRow, groups: int, walked: bool, out_stages: int,
+def _smem(spec: Spec, tile: TileRow, num_consumers: int, walked: bool, out_stages: int,
           barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
-    q_stages = tile.q_stages * groups
+    q_stages = tile.q_stages * num_consumers
     return layout_regions((
         ("Q", q_stages * tile_bytes(WARPGROUP_ROWS, spec.head_dim_qk),
-         f"[{groups} warpgroups][{tile.q_stages} stages] of 64 queries"),
+         f"[{num_consumers} warpgroups][{tile.q_stages} stages] of 64 queries"),
         ("K", tile.stages * tile_bytes(tile.n, spec.head_dim_qk), f"{tile.stages} stages of {tile.n} keys"),
         ("V", tile.stages * tile_bytes(tile.n, spec.head_dim_v), f"{tile.stages} stages of {tile.n} values"),
-        *((("OUT", WARPGROUP_WARPS * groups * out_stages * WARP_ROWS * 2 * _panel_cols(spec.head_dim_v),
-            f"[{WARPGROUP_WARPS * groups} warps][{out_stages} panels] of {WARP_ROWS} rows of the output"),)
+        *((("OUT", WARPGROUP_WARPS * num_consumers * out_stages * WARP_ROWS * 2 * _panel_cols(spec.head_dim_v),
+            f"[{WARPGROUP_WARPS * num_consumers} warps][{out_stages} panels] of {WARP_ROWS} rows of the output"),)
           if out_stages else ()),
-        *((("P", groups * tile_bytes(WARPGROUP_ROWS, tile.n), f"[{groups} warpgroups] of 64 rows of P"),)
+        *((("P", num_consumers * tile_bytes(WARPGROUP_ROWS, tile.n), f"[{num_consumers} warpgroups] of 64 rows of P"),)
           if tile.p_operand == "shared" else ()),
-        ("WORK", WORK_STAGES * (WORK_TILE_BYTES + groups * WARPGROUP_BYTES),
+        ("WORK", WORK_STAGES * (WORK_TILE_BYTES + num_consumers * WARPGROUP_BYTES),
          f"{WORK_STAGES} work tiles"),
-        *((("TILES", round_up(4 * tile.stages * (groups + 1), 16),
-            f"[stages][{groups} warpgroups] tile of keys in a stage; [stages] of values"),) if walked else ()),
+        *((("TILES", round_up(4 * tile.stages * (num_consumers + 1), 16),
+            f"[stages][{num_consumers} warpgroups] tile of keys in a stage; [stages] of values"),) if walked else ()),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))
 
@@ -211,18 +212,18 @@ def _wgmma_shapes(spec: Spec, tile: TileRow) -> tuple[WgmmaShape, ...]:
             *product_shapes(element, round_up(spec.head_dim_v, 16), tile.p_operand, "K_MAJOR", "MN_MAJOR", tile.n))
 
 
-def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: bool, pingpong: bool,
+def _constants(spec: Spec, tile: TileRow, num_consumers: int, out_stages: int, split: bool, pingpong: bool,
                filters_nonfinite: bool) -> tuple[Constant, ...]:
     cols_v = round_up(spec.head_dim_v, 16)
     constants = [
-        Constant("WARPGROUPS", groups, "that multiply, at most: a launch for few query rows has fewer"),
+        Constant("WARPGROUPS", num_consumers, "of consumers, at most; a launch with few query rows uses fewer"),
         Constant("BLOCK_M", tile.m, "query rows per block, at most: 64 for each of them"),
         Constant("BLOCK_N", tile.n, "keys per tile"),
         Constant("NUM_STAGES", tile.stages, "K tiles, and V tiles, in shared memory"),
         Constant("Q_STAGES", tile.q_stages, "query tiles of each warpgroup"),
         Constant("WORK_STAGES", WORK_STAGES, "work tiles published ahead"),
         Constant("WORK_PREFETCH_TILES", WORK_PREFETCH_TILES, "key tiles left when a block fetches its next work tile"),
-        Constant("NUM_THREADS", WARPGROUP_THREADS * (groups + 1), "at most, with the warpgroup of copy warps"),
+        Constant("NUM_THREADS", WARPGROUP_THREADS * (num_consumers + 1), "at most, with the producer warpgroup"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and out in device memory"),
         Constant("MMA_COLS_QK", round_up(spec.head_dim_qk, 16), "columns the QK product runs over, surplus zero"),
@@ -240,26 +241,26 @@ def _constants(spec: Spec, tile: TileRow, groups: int, out_stages: int, split: b
         Constant("OUT_STAGES", out_stages or panels, "panels of 16 rows of output that a warp has room for"),
         Constant("STORED_ROWS", *stored),
     ]
-    if registers := _registers(spec, groups):
+    if registers := _registers(spec, num_consumers):
         constants += [
-            Constant("LOAD_REGISTERS", registers[0], "per thread that copies"),
-            Constant("MMA_REGISTERS", registers[1], "per thread that multiplies: what the others leave of 64 Ki"),
+            Constant("LOAD_REGISTERS", registers[0], "per producer thread"),
+            Constant("MMA_REGISTERS", registers[1], "per consumer thread: what the producers leave of 64 Ki"),
         ]
     if filters_nonfinite:
         constants += [
             Constant("FILTER_WARPS", FILTER_WARPS, "of the producer warpgroup: those that filter NaNs"),
-            Constant("FILTER_BARRIER", 1 + 2 * groups, "the named barrier at which they meet, behind those below"),
+            Constant("FILTER_BARRIER", 1 + 2 * num_consumers, "the named barrier at which they meet"),
         ]
     if pingpong:
         constants.append(Constant("PINGPONG_BARRIER", 1, "first of the named barriers for pingpong, one per warpgroup"))
     if split:
         chunks, at_once = MERGED if cols_v % (8 * MERGED[0]) == 0 and not spec.pack_gqa else MERGED_FEW
         constants += [
-            Constant("PARTIAL_FLOATS", groups * (cols_v // 2 + 4) * WARPGROUP_THREADS,
+            Constant("PARTIAL_FLOATS", num_consumers * (cols_v // 2 + 4) * WARPGROUP_THREADS,
                      "one split: output, row references and row sums of all consumer threads"),
             Constant("MERGED_CHUNKS", chunks, "8 columns each, of the rows that a warp adds up at a time"),
             Constant("SPLITS_AT_ONCE", at_once, "read together"),
-            Constant("MERGE_BARRIER", 1 + groups, "the named barrier behind those for pingpong: all warps have merged"),
+            Constant("MERGE_BARRIER", 1 + num_consumers, "the named barrier: all warps have merged"),
         ]
     return tuple(constants)
 
@@ -270,7 +271,7 @@ def _params(spec: Spec, order: str, split: bool, pingpong: bool) -> tuple[Param,
             for name in ("q", "k", "v", "out") if _has_map(spec, name)]
     pointers = [*tensor_params(spec), *LAYOUTS[spec.kv_layout], *expressions.pointer_params(spec),
                 Param("counters", "i32_out", "tile counter and arrival counts, zero between launches")]
-    sizes = [*size_params(spec), Param("warpgroups", "i32", "that multiply, in this launch"),
+    sizes = [*size_params(spec), Param("warpgroups", "i32", "of consumers, in this launch"),
              Param("block_rows", "divisor", "64 * warpgroups"),
              *((Param("pingpong_threads", "i32", "at a pingpong barrier: of two warpgroups, or of the only one"),)
                if pingpong else ()),

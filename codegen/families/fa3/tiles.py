@@ -34,7 +34,7 @@ def _row(head_dim_qk: int, head_dim_v: int, *, m: int, **fields: Any) -> TileRow
 
 
 _TIMED = "fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)"
-_FEW = "for few query tiles, which are of one or two warpgroups: more would leave copy warps too few registers"
+_FEW = "for few query tiles, which are of one or two warpgroups: more would leave producer warps too few registers"
 _BESIDE = "the tile of a neighbouring head size, as shared memory and registers allow; not timed"
 
 _ROWS: tuple[TileRow, ...] = (

@@ -117,7 +117,7 @@ def _smem(spec: Spec, barriers: tuple[Barrier, ...], copy: str) -> tuple[Region,
         ("RAISED", 2 * 4 * WARPGROUP_WARPS, "[2 tiles][warp] whether it has changed"),
         ("SUMS", 2 * 2 * 4 * WARPGROUP_ROWS, "[2 segments][warpgroup][row] shares of the denominators"),
         ("SEGMENTS", SEGMENTS * SEGMENT_BYTES, f"{SEGMENTS} segments"),
-        *((("ROWS", WARPGROUP_WARPS * 8 * BLOCK_N, "[copy warp][key of a tile] where it lies"),)
+        *((("ROWS", WARPGROUP_WARPS * 8 * BLOCK_N, "[producer warp][key of a tile] where it lies"),)
           if copy == "rows" else ()),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))
@@ -143,9 +143,9 @@ def _constants(spec: Spec, copy: str) -> tuple[Constant, ...]:
         Constant("SUMS_BARRIER", 3, "the named barrier at which both warpgroups meet"),
         Constant("PINGPONG_BARRIER", 4, "the one at which the right warpgroup waits for its turn to make scores"),
         Constant("VALUES_BARRIER", 5, "the one at which it waits to multiply the values of its own tile"),
-        Constant("NUM_THREADS", 3 * WARPGROUP_THREADS, "with the warpgroup of copy warps"),
+        Constant("NUM_THREADS", 3 * WARPGROUP_THREADS, "with the producer warpgroup"),
         Constant("LOAD_REGISTERS", LOAD_REGISTERS, "per thread that copies"),
-        Constant("MMA_REGISTERS", MMA_REGISTERS, "per thread that multiplies: what the others leave of 64 Ki"),
+        Constant("MMA_REGISTERS", MMA_REGISTERS, "per consumer thread: what the producers leave of 64 Ki"),
     )
 
 

@@ -1,4 +1,4 @@
-// The two products of attention on wgmma, for one warpgroup. Tiles are TileShapes, which the copy engine fills: what it
+// The two products of attention on wgmma, for one warpgroup. Tiles are TileShapes, which TMA fills: what it
 // swizzles at 128 or 64 bytes is TileShape's own swizzle. Fragments are those of mma.sync with M = 1: s[0][n][2 * h + i]
 // is row lane / 4 + 8 * h of the warp's 16, column 8 * n + 2 * (lane % 4) + i.
 #pragma once

@@ -1,4 +1,4 @@
-// Which queries a tile has: a group for each of the p.warpgroups that multiply. Tiles are counted from the end: where
+// Which queries a tile has: a group for each of the p.warpgroups consumers. Tiles are counted from the end: where
 // they do not divide the queries, the first one has fewer warpgroups at work, since under a causal mask it has the
 // fewest keys, and is the last of its head to be taken. `queries_per_warpgroup(p)`, of the rows slot, is the size of a group.
 #pragma once

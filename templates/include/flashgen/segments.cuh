@@ -53,7 +53,7 @@ FG_DEVICE Segment segment_of(const Params& p, const SmPartition& partition, int 
   return segment;
 }
 
-// Word by word: a wider store needs more registers in a row than the copy warps can spare.
+// Word by word: a wider store needs more registers in a row than the producer warps can spare.
 FG_DEVICE void copy_segment(Segment& to, const Segment& segment) {
   volatile int* const words = reinterpret_cast<volatile int*>(&to);
   const int* const from = reinterpret_cast<const int*>(&segment);
