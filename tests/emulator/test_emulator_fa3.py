@@ -185,16 +185,16 @@ def test_grids_of_any_size(variant: str, sms: int) -> None:
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
 def test_any_number_of_parts(causal: bool | str, tiles_per_split: int) -> None:
     """Up to one for each tile of keys, more than are read at once; tiles of different lengths; some of one part."""
-    def cut(num_tiles: int, lengths: dict[int, int], num_sms: int, *costs: object) -> tuple[split.Parts, float]:
+    def cut(num_tiles: int, lengths: dict[int, int], num_sms: int, *costs: object) -> tuple[split.SplitPlan, float]:
         rest = sum(lengths.values())
         units = sum(count * -(-length // tiles_per_split) for length, count in lengths.items())
-        return split.Parts(num_tiles - rest, tiles_per_split, -(-max(lengths, default=1) // tiles_per_split),
+        return split.SplitPlan(num_tiles - rest, tiles_per_split, -(-max(lengths, default=1) // tiles_per_split),
                            num_tiles - rest + units), 0.0
 
     spec = small(causal=bool(causal), split=True)
     for seqlen_q, seqlen_kv in ((140, 40), (300, 100), (5, 500)):
         inputs = with_nans_in_v(problem_of(spec, seqlen_q, seqlen_kv, causal=causal).make_inputs())
-        with mock.patch.object(split, "split_tail", cut), emulated_sms(7):
+        with mock.patch.object(split, "split_last_wave", cut), emulated_sms(7):
             if tiles_per_split % 2:
                 inputs = inputs.with_(v=torch.nan_to_num(inputs.v, 0.0, 1.0, -1.0))
             solve(spec, inputs, Schedule("random", tiles_per_split), f"parts of {seqlen_q}, {seqlen_kv}")

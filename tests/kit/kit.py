@@ -38,13 +38,13 @@ def attention_by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
 def tiles_of_warpgroups(most: int | None = 4) -> Iterator[None]:
     """fa3 launches whose query tiles are of so many warpgroups, or of as many as the kernel has if those are fewer,
     whatever families/fa3/split.py holds best for the call. None: what it holds best."""
-    def cut_launch(cut: split.Cutting, num_sms: int, shape: split.Shape, *, splits: bool, fixed: bool
-                   ) -> tuple[split.Cutting, split.Parts]:
+    def cut_launch(cut: split.TileConfig, num_sms: int, shape: split.ProblemShape, *, splits: bool, fixed: bool
+                   ) -> tuple[split.TileConfig, split.SplitPlan]:
         if most is None:
             return split.cut_launch(cut, num_sms, shape, splits=splits, fixed=fixed)
         cut = cut._replace(rows=min(cut.rows, WARPGROUP_ROWS * most))
-        grid = split.Grid.of(cut, num_sms, shape)
-        return cut, grid.cut_tail()[0] if splits else split.Parts.none(grid.tiles)
+        grid = split.TileGrid.of(cut, num_sms, shape)
+        return cut, grid.plan_splits()[0] if splits else split.SplitPlan.none(grid.tiles)
 
     with mock.patch.object(launch, "cut_launch", cut_launch):
         lookup.registry.generation += 1  # calls are prepared anew
