@@ -137,8 +137,8 @@ FAULTS = {
     "last tile not masked": (
         "turns, splits, output over queries", "mask.cuh", "error",
         "clamp_int((top.last + 1) / BLOCK_N", "clamp_int((top.last + BLOCK_N) / BLOCK_N"),
-    "parity of a round not turned": (
-        "turns, splits, output over queries", "ring.cuh", "", "round ^= stage == 0;", ""),
+    "phase of a ring not turned": (
+        "turns, splits, output over queries", "ring.cuh", "", "phase ^= stage == 0;", ""),
     "values read as keys": (
         "turns, splits, output over queries", "kernel", "", "descriptor(smem + SMEM_V)", "descriptor(smem + SMEM_K)"),
     "another warpgroup's queries": (
