@@ -121,16 +121,16 @@ fa2_fwd_bf16_d192v128_causal(const __grid_constant__ Params p) {
   const TileCoord work = tile_coord(p, blockIdx.x);
   if (work.m_tile < 0) return;
   unsigned char* const smem = dyn_smem();
-  // What masked tiles and the epilogue need of it waits in shared memory: the main loop has no registers to
+  // Masked tiles and the epilogue read the coordinates from shared memory: the main loop has no registers to
   // spare.
-  const TileCoord& parked = *reinterpret_cast<const TileCoord*>(smem + SMEM_WORK);
+  const TileCoord& work_smem = *reinterpret_cast<const TileCoord*>(smem + SMEM_WORK);
   if (threadIdx.x == 0) *reinterpret_cast<TileCoord*>(smem + SMEM_WORK) = work;
   const int q_start = work.m_tile * BLOCK_M;
   const int valid_rows = min_int(work.seqlen_q - q_start, BLOCK_M);
   const KvTiles tiles = kv_tiles<BLOCK_N>(
       visible_keys(p, q_start, work.seqlen_q, work.seqlen_kv),
       visible_keys(p, q_start + valid_rows - 1, work.seqlen_q, work.seqlen_kv));
-  const auto visible = [&](int q_pos) { return visible_keys(p, q_pos, parked.seqlen_q, parked.seqlen_kv); };
+  const auto visible = [&](int row) { return visible_keys(p, row, work_smem.seqlen_q, work_smem.seqlen_kv); };
 
   const int warp_row = threadIdx.x / WARP_SIZE * (16 * M_FRAGMENTS);  // first of this warp, in the query tile
   const int lane = threadIdx.x % WARP_SIZE;
@@ -218,12 +218,12 @@ fa2_fwd_bf16_d192v128_causal(const __grid_constant__ Params p) {
   normalise(o, rows);
   cp_async_wait<0>();  // without a key to attend to, nothing has waited for the queries yet
   sync_block();
-  const int first_row = parked.m_tile * BLOCK_M;
-  const int rows_to_store = min_int(parked.seqlen_q - first_row, BLOCK_M);
+  const int first_row = work_smem.m_tile * BLOCK_M;
+  const int rows_to_store = min_int(work_smem.seqlen_q - first_row, BLOCK_M);
   if (p.lse != nullptr)
-    write_lse(p.lse + lse_offset(p, parked) + first_row, lane_row, rows_to_store, rows, p.scale_log2);
+    write_lse(p.lse + lse_offset(p, work_smem) + first_row, lane_row, rows_to_store, rows, p.scale_log2);
   stage_output<OutTile, Element>(smem + SMEM_Q, o, lane_row);
   sync_block();
-  store_tile<OutTile, HEAD_DIM_V, NUM_THREADS>(out_rows(p, parked) + first_row * p.out_row_stride,
+  store_tile<OutTile, HEAD_DIM_V, NUM_THREADS>(out_rows(p, work_smem) + first_row * p.out_row_stride,
                                                p.out_row_stride, smem + SMEM_Q, rows_to_store);
 }
