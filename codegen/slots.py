@@ -7,7 +7,7 @@ A slot's contract is the set of device functions its files define:
           bool sees(keys, kv_pos), of that interval and a position, both counted from the same place
           (expression) int tile_class(p, work, first_row, last_row, tile), what of a tile the rows see;
           void hide_scores(s, p, work, row, kv_pos); RowSight and holds(sight, kv_pos), for single keys
-  score   (expression) ScoreParts score_parts(p, work, row), void change_scores(s, p, work, parts, kv_pos)
+  score   (expression) ScoreParts score_parts(p, work, row), void score_mod(s, p, work, parts, kv_pos)
   order   (persistent grids) int next_work_idx(p, work_idx), known to lane 0; int ordered_tile(p, tile): tiles in order
   cache   (flashmla) CacheRow cache_row(p, request, key): the page of a key and its row in it
   copy    (flashmla) struct CacheCopy, which copies tiles of keys: find, start and flush, by each of COPY_WARPS warps
@@ -90,7 +90,7 @@ SCORES: dict[str, tuple[Param, ...]] = {  # a spec without a score expression ha
 }
 
 EXPRESSION_FLAGS = (  # flags of the skeletons that only plans with expressions list
-    "changes_scores",
+    "score_mod",
     "evaluates",    # an expression is printed: expression.cuh
     "sink",
     "names_batch",  # an expression asks which sequence it is

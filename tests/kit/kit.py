@@ -16,8 +16,8 @@ from flashgen.codegen.target import TARGETS
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.select import lookup
-from flashgen.runtime.verify.changes import Changes
 from flashgen.runtime.verify.compare import check, named
+from flashgen.runtime.verify.expression_mods import ExpressionMods
 from flashgen.runtime.verify.reference import reference
 
 SPECIALS = (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf))
@@ -28,8 +28,8 @@ def attention_by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
                            out: torch.Tensor | None = None, spec: object = None,
                            params: Mapping[str, Any] | None = None, **keywords: Any) -> Any:
     """flashgen.attention's signature over the fp64 reference."""
-    changes = Changes.of(spec, params) if isinstance(spec, Spec) else None
-    exact, lse = reference(q, k, v, changes=changes, **keywords)
+    mods = ExpressionMods.of(spec, params) if isinstance(spec, Spec) else None
+    exact, lse = reference(q, k, v, mods=mods, **keywords)
     result = exact.to(q.dtype) if out is None else out.copy_(exact)
     return (result, lse.float()) if return_lse else result
 

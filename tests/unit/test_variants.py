@@ -24,7 +24,7 @@ from flashgen.runtime.emulator import trace
 from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
 from flashgen.runtime.ops.attention.edges import emulated_problems, tile_shape
 from flashgen.runtime.ops.attention.problem import Problem
-from flashgen.runtime.verify.changes import Place
+from flashgen.runtime.verify.expression_mods import BlockOffset
 
 pytestmark = pytest.mark.slow
 
@@ -63,9 +63,9 @@ def is_steady(spec: Spec, inputs: Any) -> bool:
         return True
     rows, keys = 70, 70
     scores = torch.randn(2, 2, 1, rows, keys, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    place = Place(rows, keys)
-    env = inputs.changes
-    exact, single = (env.changed(place, scores, dtype) for dtype in ("float64", "float32"))
+    at = BlockOffset(rows, keys)
+    env = inputs.mods
+    exact, single = (env.score_mod(at, scores, dtype) for dtype in ("float64", "float32"))
     return bool(exact.isfinite().all() and (exact - single).abs().max() < 1e-5)
 
 
@@ -86,7 +86,7 @@ def test_random_expressions(seed: int, varlen: bool, kinds: str, family: str) ->
         assume(not any(word in error.what for word in ("too large", "outside", "zero")))
         raise
     inputs = problem.make_inputs()
-    assume(is_steady(spec_of(variant, problem), inputs.changed_by(spec_of(variant, problem), seed=problem.seed)))
+    assume(is_steady(spec_of(variant, problem), inputs.with_mods(spec_of(variant, problem), seed=problem.seed)))
     solve(variant, problem, policies=("random",))
 
 
