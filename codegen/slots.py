@@ -107,12 +107,12 @@ P_OPERANDS = ("registers", "shared")  # where P, the A operand of the PV product
 
 ROWS: dict[str, tuple[Param, ...]] = {
     "plain": (),
-    "packed": (Param("num_heads_kv", "divisor", "heads of keys and values"),
+    "pack_gqa": (Param("num_heads_kv", "divisor", "heads of keys and values"),
                Param("queries_per_warpgroup", "divisor", "as many as fit into 64 rows, with all heads")),
 }
 
 SLOTS: dict[str, tuple[str, ...]] = {
-    "layout": (*LAYOUTS, "packed"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
+    "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }

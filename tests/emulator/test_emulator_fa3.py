@@ -62,7 +62,7 @@ def test_the_plans_cover_the_families_of_kernels() -> None:
              dict(plan.slots)["coordinates"], spec.split, spec.pack_gqa, spec.dtype) for spec, plan in PLANS}
     assert len(seen) == len(PLANS) == 6 * 2 * (3 * 2 + 2 * 2)  # head dims, dtypes; masks, layouts; masks, packed
     flags = [dict(plan.flags) for _, plan in PLANS]
-    for flag in ("pingpong", "over_queries", "tile_counter", "stores_rows", "packed", "filters_nonfinite"):
+    for flag in ("pingpong", "over_queries", "tile_counter", "stores_rows", "pack_gqa", "filters_nonfinite"):
         assert {f[flag] for f in flags} == {False, True}, flag
 
 

@@ -23,7 +23,7 @@ def launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int) -> Program:
                                     fixed=bool(dict(plan.spec).get("batch_invariant")))
     values: dict[str, Any] = tiled_values(plan, config.rows, sizes)
     rows, group_rows = sizes.seqlen_q, WARPGROUP_ROWS  # of a sequence and head; of a warpgroup
-    if config.packed:
+    if config.pack_gqa:
         group = values["heads_per_kv_head"]
         values["m_tiles"] = -(-sizes.seqlen_q // config.queries(group))
         values["num_tiles"] = values["m_tiles"] * sizes.num_heads_kv * sizes.batch

@@ -83,21 +83,21 @@ def lower(spec: Spec, target: Target) -> Plan:
     # Without turns, warpgroups whose softmax takes long fall into step (docs/lab/variants.md).
     slow = mask == "expression" or spec.expressions.score is not None
     pingpong = (spec.schedule or ("pingpong" if slow else tile.schedule)) == "pingpong" and num_consumers > 1
-    packed = spec.pack_gqa  # for few queries, whose tiles are about equally long
-    order = "in_order" if packed else "longest_first"
+    pack_gqa = spec.pack_gqa  # for few queries, whose tiles are about equally long
+    order = "in_order" if pack_gqa else "longest_first"
     out_stages = _out_stages(spec, tile)
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="fwd", spec=spec.fields(),
         template="fa3/fwd.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, tile, num_consumers, out_stages, split, pingpong, filters_nonfinite),
-        slots=(("layout", "packed" if packed else spec.kv_layout), ("coordinates", spec.kv_layout),
-               ("rows", "packed" if packed else "plain"), *expressions.slots_of(spec), ("order", order),
+        slots=(("layout", "pack_gqa" if pack_gqa else spec.kv_layout), ("coordinates", spec.kv_layout),
+               ("rows", "pack_gqa" if pack_gqa else "plain"), *expressions.slots_of(spec), ("order", order),
                ("p_operand", tile.p_operand), ("output", "apart" if out_stages else "over_queries"),
                ("work", "split" if split else "whole")),
         flags=(("lse", spec.lse), ("varlen", varlen), ("softmax", spec.normalize == "softmax"), ("split", split),
                ("one_loop", split and spec.head_dim_qk > ONE_LOOP_HEAD_DIM), ("tile_counter", order != "in_order"),
                ("pingpong", pingpong), ("over_queries", not out_stages),
-               ("stores_boxes", not packed), ("stores_rows", varlen or packed), ("packed", packed),
+               ("stores_boxes", not pack_gqa), ("stores_rows", varlen or pack_gqa), ("pack_gqa", pack_gqa),
                ("moves_registers", num_consumers in REGISTERS), ("filters_nonfinite", filters_nonfinite),
                ("tile_words", mask == "expression"), *expressions.flags_of(spec)),
         params=_params(spec, order, split, pingpong), smem=smem,
@@ -276,7 +276,7 @@ def _params(spec: Spec, order: str, split: bool, pingpong: bool) -> tuple[Param,
              *((Param("pingpong_threads", "i32", "at a pingpong barrier: of two warpgroups, or of the only one"),)
                if pingpong else ()),
              Param("num_work_tiles", "i32", "query tiles of all heads and sequences, or their splits")]
-    sizes += ROWS["packed" if spec.pack_gqa else "plain"]
+    sizes += ROWS["pack_gqa" if spec.pack_gqa else "plain"]
     if split:
         pointers.append(Param("partials", "f32_out", "[num_tiles - full_tiles][max_splits] splits of PARTIAL_FLOATS"))
         sizes += [Param("num_tiles", "i32", "query tiles, over all heads and sequences"),

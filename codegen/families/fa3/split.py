@@ -38,7 +38,7 @@ class TileConfig(NamedTuple):
     rows: int  # of a query tile; of a kernel, at most
     keys: int  # of a tile of keys
     causal: bool
-    packed: bool
+    pack_gqa: bool
     head_dim_qk: int
     head_dim_v: int
     element_bytes: int
@@ -46,7 +46,7 @@ class TileConfig(NamedTuple):
 
     def queries(self, group: int) -> int:
         """Of a tile, where `group` query heads share a kv head. UnsupportedError if those exceed a warpgroup's rows."""
-        if not self.packed:
+        if not self.pack_gqa:
             return self.rows
         if group > WARPGROUP_ROWS:
             raise UnsupportedError(f"{group} query heads for each kv head", where="pack_gqa",
@@ -122,7 +122,7 @@ class TileGrid(NamedTuple):
         queries, keys = config.queries(group), shape.seqlen_kv
         reach = keys if min(shape.window) < 0 else min(keys, sum(shape.window) + queries + config.keys)
         return cls(config, num_sms, -(-shape.seqlen_q // queries),
-                   (shape.num_heads_kv if config.packed else shape.num_heads_q) * shape.batch, group,
+                   (shape.num_heads_kv if config.pack_gqa else shape.num_heads_q) * shape.batch, group,
                    shape.seqlen_q, keys, 0 if shape.top_left else keys - shape.seqlen_q, reach)
 
     @property
@@ -137,7 +137,7 @@ class TileGrid(NamedTuple):
     def split_bytes(self) -> int:
         """Bytes of a split's partial output, for the rows that exist."""
         queries = self.config.queries(self.group)
-        return min(self.seqlen_q, queries) * (self.group if self.config.packed else 1) * self.config.split_row_bytes
+        return min(self.seqlen_q, queries) * (self.group if self.config.pack_gqa else 1) * self.config.split_row_bytes
 
     def length(self, place: int) -> int:
         """Tiles of keys of a tile of queries: number `place` of a head, the longest first. As num_splits in
@@ -162,7 +162,7 @@ class TileGrid(NamedTuple):
         """How many of the tiles of the last, incomplete wave have so many key tiles; none where they need no
         splits."""
         left = self.tiles % self.num_sms
-        if self.config.causal and not self.config.packed:
+        if self.config.causal and not self.config.pack_gqa:
             # Blocks fetch long tiles first and end together without splits, unless tiles are few or equally
             # long.
             if self.tiles >= self.num_sms and self.seqlen_kv < 2 * self.seqlen_q:
