@@ -6,7 +6,7 @@ A slot's contract is the set of device functions its files define:
   mask    KeyRange visible_keys(p, q_pos, seqlen_q, seqlen_kv), an interval that never moves left as q_pos grows;
           bool sees(keys, kv_pos), of that interval and a position, both counted from the same place
           (expression) int tile_class(p, work, first_row, last_row, tile), what of a tile the rows see;
-          void hide_scores(s, p, work, row, kv_pos); RowSight and holds(sight, kv_pos), for single keys
+          void mask_by_key(s, p, work, row, kv_pos); RowSight and holds(sight, kv_pos), for single keys
   score   (expression) ScoreParts score_parts(p, work, row), void score_mod(s, p, work, parts, kv_pos)
   order   (persistent grids) int next_work_idx(p, work_idx), known to lane 0; int ordered_tile(p, tile): tiles in order
   cache   (flashmla) CacheRow cache_row(p, request, key): the page of a key and its row in it

@@ -517,7 +517,7 @@ struct Warpgroup {
       if (p.masked_keys > 0)
         spread_nonfinite<Element, HALF_COLS>(rows, smem, stage, visible, max_int(keys - p.masked_keys, 0),
                                              min_int(keys, BLOCK_N));
-      hide_keys(s, visible, 2 * (lane % 4));
+      mask_keys(s, visible, 2 * (lane % 4));
     }
     const Rescale rescale = subtract_and_check<Element>(s, rows, p.scale_log2);
     exponentiate(s, rows);

@@ -184,14 +184,14 @@ FG_DEVICE TileRows tile_rows(const Params& p, const TileCoord& work, int first_r
   return rows;
 }
 
-// Bits SEEN and HIDDEN of the keys of tiles first .. last for some rows.
+// Bits VISIBLE and MASKED of the keys of tiles first .. last for some rows.
 FG_DEVICE int tile_class(const Params& p, const TileCoord& work, const TileRows& rows, int first, int last) {
   const int end = last * BLOCK_N + BLOCK_N;
   [[maybe_unused]] const Span kv_span = {first * BLOCK_N, min_int(end, work.seqlen_kv) - 1};
   const int found = truth_and(truth_or(span_lt(kv_span, span_of(p.user_num_sink)),
           span_lt(span_add(rows.q_span, span_neg(kv_span)),
           span_of(p.user_window))), span_le(kv_span, rows.q_span));
-  return end > work.seqlen_kv ? found | HIDDEN : found;  // with keys that do not exist
+  return end > work.seqlen_kv ? found | MASKED : found;  // with keys that do not exist
 }
 
 // One query row, and whether it sees a key.
@@ -208,9 +208,9 @@ FG_DEVICE bool holds(const RowSight& sight, int kv_pos) {
           <= q_pos);
 }
 
-// Sets the scores of hidden keys to -inf. `row` and `kv_pos` are those of this lane's element s[0][0][0].
+// Sets the scores of masked keys to -inf. `row` and `kv_pos` are those of this lane's element s[0][0][0].
 template <int M, int N>
-FG_DEVICE void hide_scores(float (&s)[M][N][4], const Params& p, const TileCoord& work, int row,
+FG_DEVICE void mask_by_key(float (&s)[M][N][4], const Params& p, const TileCoord& work, int row,
                            int first_kv_pos) {
   const int first_q_pos = aligned(p, work, row);
 #pragma unroll
@@ -357,11 +357,11 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
     const int my_first = min_int(own, rows.last), my_last = min_int(my_first + 63, rows.last);
     const TileRows my_rows = tile_rows(p, work, my_first, my_last);
     const auto my_class = [&](const TileRun& run) {
-      if (!run.partial) return SEEN;
-      return answers ? tile_class(p, work, my_rows, run.first, run.first) : HIDDEN;
+      if (!run.partial) return VISIBLE;
+      return answers ? tile_class(p, work, my_rows, run.first, run.first) : MASKED;
     };
     TileRun run = {0, 0, false};
-    int found = SEEN, next = 0;
+    int found = VISIBLE, next = 0;
     bool asked = false;
     while (true) {
       TileRun following = walk.next<WARP_SIZE>(classify);
@@ -382,8 +382,8 @@ FG_DEVICE void load_keys_and_values(const Params& p, unsigned char* smem, uint64
         const int kv_head = work.head_q / p.heads_per_kv_head;
         if (lane < WARPGROUPS)
           key_tiles[keys.stage * WARPGROUPS + lane] =
-              (word & ~TILE_PARTIAL) | (found & HIDDEN ? TILE_PARTIAL : 0) |
-              (last_of_run && !(found_following & SEEN) ? NEXT_UNSEEN : 0);
+              (word & ~TILE_PARTIAL) | (found & MASKED ? TILE_PARTIAL : 0) |
+              (last_of_run && !(found_following & VISIBLE) ? NEXT_UNSEEN : 0);
         sync_warp();
         if (issues)
           load_panels<KeyTile>(smem + SMEM_K + keys.stage * KeyTile::BYTES, &p.k_map,
@@ -540,7 +540,7 @@ FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t
     const int tile = tile_of(here);
     LazyRowState rows;
     rows.start_with_sink(p.user_sink[work.head_q] * LOG2_E);
-    if (here & TILE_PARTIAL) hide_scores(s, p, work, row, tile * BLOCK_N + lane_col);
+    if (here & TILE_PARTIAL) mask_by_key(s, p, work, row, tile * BLOCK_N + lane_col);
     subtract_new_max<Element>(s, rows, p.scale_log2);
     exp_only(rows, make_p);
     fill_zero(o);
@@ -569,7 +569,7 @@ FG_DEVICE void consume_work_tiles(const Params& p, unsigned char* smem, uint64_t
       here = word_of_tile();  // while the products run
       wgmma_wait<1>(registers_of(s));
       release(barriers + K_EMPTY, keys);
-      if (here & TILE_PARTIAL) hide_scores(s, p, work, row, tile_of(here) * BLOCK_N + lane_col);
+      if (here & TILE_PARTIAL) mask_by_key(s, p, work, row, tile_of(here) * BLOCK_N + lane_col);
       Rescale rescale = subtract_max_if_new_row<Element>(s, rows, p.scale_log2);
       wait_for_pv<0>(o, p_operand);
       release(barriers + V_EMPTY, values);

@@ -6,7 +6,7 @@ itself stays as it is and narrows the grid. Whatever is dropped is counted under
 
 The model counts clocks of one SM, averaged over the SMs of the target's card, for each problem:
 
-- tensor cores: products of whole tiles, so that rows and keys past the end and hidden keys of masked tiles count;
+- tensor cores: products of whole tiles, so that rows and keys past the end and masked keys of masked tiles count;
 - exponential unit and issue slots: of the scores of those tiles, at the rates of counts.py;
 - shared memory: operands read by each wgmma or ldmatrix, and tiles written by the copies, at 128 bytes per clock;
 - L2: k and v once per query tile, q and out once, at 32 bytes per clock and SM.

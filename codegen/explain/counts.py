@@ -84,7 +84,7 @@ class Work:
     whole tiles with their padding, which is what the tensor cores run."""
 
     tiles: TileCounts      # of one head and sequence
-    tiles_full_mask: int   # KV tiles of one head and sequence if nothing were hidden
+    tiles_full_mask: int   # KV tiles of one head and sequence if nothing were masked
     query_tiles: int       # over all heads and sequences
     waves: float           # query tiles over the blocks that are resident at once
     pairs: int             # visible, over all heads and sequences

@@ -22,7 +22,7 @@ struct Visible {
 
 // Sets the scores of the others to -inf. `col` is that of s[0][0][0].
 template <int N>
-FG_DEVICE void hide_keys(float (&s)[1][N][4], const Visible& visible, int col) {
+FG_DEVICE void mask_keys(float (&s)[1][N][4], const Visible& visible, int col) {
 #pragma unroll
   for (int h = 0; h < 2; ++h)
 #pragma unroll
