@@ -10,7 +10,6 @@
 // grid: x = one block per SM, or per work tile where those are fewer
 // tile: the tile of a neighbouring head size, as shared memory and registers allow; not timed
 
-#include "flashgen/work_pipeline.cuh"
 #include "flashgen/divisor.cuh"
 #include "flashgen/epilogue.cuh"
 #include "flashgen/gemm_async.cuh"
@@ -25,6 +24,7 @@
 #include "flashgen/softmax_lazy_exp.cuh"
 #include "flashgen/store_rows.cuh"
 #include "flashgen/tile_counter.cuh"
+#include "flashgen/work_pipeline.cuh"
 
 using Element = bf16;
 constexpr int WARPGROUPS = 2;  // of consumers, at most; a launch with few query rows uses fewer

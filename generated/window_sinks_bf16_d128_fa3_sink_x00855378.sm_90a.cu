@@ -11,7 +11,6 @@
 // grid: x = one block per SM, or per work tile where those are fewer
 // tile: fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)
 
-#include "flashgen/work_pipeline.cuh"
 #include "flashgen/divisor.cuh"
 #include "flashgen/epilogue.cuh"
 #include "flashgen/gemm_async.cuh"
@@ -28,6 +27,7 @@
 #include "flashgen/tile_counter.cuh"
 #include "flashgen/tile_walk.cuh"
 #include "flashgen/expression.cuh"
+#include "flashgen/work_pipeline.cuh"
 
 using Element = bf16;
 constexpr int WARPGROUPS = 3;  // of consumers, at most; a launch with few query rows uses fewer

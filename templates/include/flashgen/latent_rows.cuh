@@ -2,9 +2,9 @@
 // only some of them see, and what their sums come to.
 #pragma once
 #include "flashgen/divisor.cuh"
+#include "flashgen/lazy_rows.cuh"
 #include "flashgen/nonfinite.cuh"
 #include "flashgen/ptx/math.cuh"
-#include "flashgen/lazy_rows.cuh"
 #include "flashgen/tile.cuh"
 
 // Of a tile's keys, from its first on, those that a thread's two rows see: `keys` of the request remain, and

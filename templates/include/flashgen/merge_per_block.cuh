@@ -4,10 +4,10 @@
 // A split: two warpgroups' accumulators of ROWS x COLS as write_fragments leaves them, then a pair (reference, sum) for
 // each row. The output of a split is relative to 2^reference; a split in which a row saw no key has reference -inf, sum 0.
 #pragma once
+#include "flashgen/lazy_rows.cuh"
 #include "flashgen/ptx/atomic.cuh"
 #include "flashgen/ptx/convert.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
-#include "flashgen/lazy_rows.cuh"
 
 struct alignas(16) Float4 {
   float x[4];

@@ -4,8 +4,8 @@
 // only after their last split, for which other blocks wait.
 // A split consists of partial tiles, one for each warp: its 16 rows of the output, with row references and row sums.
 #pragma once
-#include "flashgen/ptx/atomic.cuh"
 #include "flashgen/lazy_rows.cuh"
+#include "flashgen/ptx/atomic.cuh"
 
 struct alignas(16) Floats4 {
   float x[4];

@@ -4,11 +4,12 @@
 // their row references (subtract_...), then P (exp_and_check).
 // Fragments as in gemm_async.cuh; units are powers of two.
 #pragma once
-#include "flashgen/ptx/convert.cuh"
 #include "flashgen/lazy_rows.cuh"
+#include "flashgen/ptx/convert.cuh"
 
-// The rescale threshold: how far, in powers of two, an element of P may outgrow 1. Its precision does not depend on that, only its range does: fp16
-// ends at 2^16; bf16 and the sums have the exponents of fp32, and 2^64 leaves room for 2^14 keys with values of 2^49.
+// The rescale threshold: how far, in powers of two, an element of P may outgrow 1. Its range depends on that, and its
+// precision does not: fp16 ends at 2^16; bf16 and the sums have the exponents of fp32, and 2^64 leaves room for 2^14 keys
+// with values of 2^49.
 FG_DEVICE constexpr float rescale_threshold_log2(bf16) { return 64.0f; }
 FG_DEVICE constexpr float rescale_threshold_log2(fp16) { return 14.0f; }
 FG_DEVICE constexpr float rescale_threshold(bf16) { return 0x1p64f; }
