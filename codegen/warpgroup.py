@@ -21,7 +21,7 @@ class RegisterNeed:
     """Registers of one thread of a warpgroup that keeps scores, probabilities and output of 64 query rows."""
 
     scores: int         # fp32, one key tile
-    probabilities: int  # 16 bits each, the tile before: operand of the value product, if that is in registers
+    probabilities: int  # 16 bits each, the tile before: operand of the PV product, if that is in registers
     out: int            # fp32
     overhead: int = OVERHEAD_REGISTERS
 

@@ -21,7 +21,7 @@ class TileRow(Row):
     kinds: frozenset[str] = EVERY
     q_stages: int                 # query tiles in flight per warpgroup
     schedule: str = "pingpong"    # in which warpgroups take turns to issue products; or "overlap"
-    p_operand: str = "registers"  # where the A operand of the value product is: or in "shared" memory
+    p_operand: str = "registers"  # where the A operand of the PV product is: or in "shared" memory
 
 
 def kernel_kind(split: bool, pack_gqa: bool) -> str:
