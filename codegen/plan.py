@@ -9,7 +9,7 @@ import dataclasses
 import json
 import struct
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from flashgen import files
 from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES, Target
@@ -233,7 +233,7 @@ class Plan:
     def params_bytes(self) -> int:
         return struct.calcsize(self.params_format())
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         raw = dataclasses.asdict(self)
         if not self.expressions:
             del raw["expressions"]
@@ -248,7 +248,8 @@ class Plan:
         """What to_json wrote. PlanError, with the field, for any other text: nothing of it is used unchecked."""
         try:
             raw = files.parse_json(text)
-            return files.build({"expressions": [], **raw} if isinstance(raw, dict) else raw, cls)
+            plan: Plan = files.build({"expressions": [], **raw} if isinstance(raw, dict) else raw, cls)
+            return plan
         except files.BadFile as err:
             raise PlanError(err.of("a plan"), allowed=err.allowed) from None
 

@@ -28,9 +28,9 @@ from flashgen.codegen.spec.fields import (
     problems_of,
     rows,
     rows_by_name,
-    show,
     unknown_key,
 )
+from flashgen.codegen.spec.show import show
 from flashgen.codegen.spec.yaml_tree import Node, from_python, read_yaml
 from flashgen.errors import SpecError, together
 from flashgen.files import show_path

@@ -51,7 +51,7 @@ class Counters:
         if stream == PER_THREAD_STREAM:
             if not hasattr(self._of_thread, "slot"):
                 self._of_thread.slot = self._take()
-            return self._of_thread.slot
+            return int(self._of_thread.slot)
         slot = self._take()
         return self._of_stream.setdefault(stream, slot)  # another thread may have been faster: then its slot counts
 

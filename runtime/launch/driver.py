@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from flashgen.errors import DriverError, EnvironmentError_
 
@@ -31,7 +31,7 @@ def api() -> ModuleType:
                                 allowed="CUDA in the process that first used it, or in one that shares nothing with it",
                                 next='multiprocessing.get_context("spawn"), or fork before the first call')
     try:
-        from cuda.bindings import driver  # type: ignore[import-untyped]
+        from cuda.bindings import driver
     except ImportError as err:
         raise EnvironmentError_(f"cuda-bindings cannot be imported: {err}",
                                 next='pip install "cuda-bindings>=12.9.4,<14"') from err
@@ -42,10 +42,10 @@ def api() -> ModuleType:
                                 next="flashgen doctor; flashgen build and explain need none") from err
     if status != driver.CUresult.CUDA_SUCCESS:
         raise EnvironmentError_(f"the CUDA driver does not start: {status.name}", next="flashgen doctor")
-    return driver
+    return cast(ModuleType, driver)
 
 
-def check(result: tuple, doing: str = "") -> Any:
+def check(result: tuple[Any, ...], doing: str = "") -> Any:
     """The values of a bindings call; DriverError naming the status if it failed."""
     status, *values = result
     if status != api().CUresult.CUDA_SUCCESS:
@@ -83,7 +83,7 @@ def device_facts(index: int) -> DeviceFacts:
     device = check(cuda.cuDeviceGet(index), f"cuda:{index}")
 
     def attribute(name: str) -> int:
-        return check(cuda.cuDeviceGetAttribute(getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
+        return int(check(cuda.cuDeviceGetAttribute(getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), device)))
 
     name = check(cuda.cuDeviceGetName(128, device)).split(b"\0")[0].decode()
     cc = 10 * attribute("COMPUTE_CAPABILITY_MAJOR") + attribute("COMPUTE_CAPABILITY_MINOR")

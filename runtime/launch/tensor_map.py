@@ -68,7 +68,7 @@ def _map_shape(row: TensorMap, spec: Mapping[str, Any], values: Mapping[str, Any
     def stride(size: int, axis: str) -> int:
         if size == 1:  # means nothing, and may be anything: what is legal will do
             return dims[0] * element_bytes
-        return values[f"{row.tensor}_{axis}_stride"] * element_bytes
+        return int(values[f"{row.tensor}_{axis}_stride"]) * element_bytes
 
     strides: tuple[int, ...] = (stride(dims[1], "row"), stride(dims[2], "head"), stride(dims[3], "batch"))
     box: tuple[int, ...] = (row.box_cols, row.box_rows, 1, 1)

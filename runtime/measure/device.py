@@ -124,7 +124,7 @@ def _elapsed_ms(work: Callable[[], object], repeats: int) -> float:
         work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return float(start.elapsed_time(end))
 
 
 # -- host overhead

@@ -1,14 +1,15 @@
 """What an operation takes and gives: one list of tensors and one of options. Its torch ops, their fakes, the checks of
 types, the key of the memo and the order of addresses all follow from these lists.
 
-This module and the signatures beside it import torch alone, because `import flashgen` registers the ops (torch_ops.py).
+This module and the signatures beside it import nothing, because `import flashgen` registers the ops (torch_ops.py).
 """
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Tensors = tuple[Any, ...]  # of a call, in the order of a signature; None where one is left out
 Options = tuple[Any, ...]

@@ -49,14 +49,15 @@ class ExpressionMods:
         """The scores after the expression, which is evaluated in `dtype`."""
         if self.score is None:
             return scores
-        found = evaluate(self.score, self.env(at, scores), torch, dtype)
+        found: Tensor = evaluate(self.score, self.env(at, scores), torch, dtype)
         return found.to(scores.dtype).expand_as(scores)
 
     def mask_mod(self, at: BlockOffset, scores: Tensor, mask: Tensor) -> Tensor:
         """`mask`, and what the expression hides besides."""
         if self.mask is None:
             return mask
-        return (mask & evaluate(self.mask, self.env(at, scores), torch, "float64")).expand_as(scores)
+        found: Tensor = mask & evaluate(self.mask, self.env(at, scores), torch, "float64")
+        return found.expand_as(scores)
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, causal: bool | str, window: tuple[in
 
 def _matmul(x: Tensor, y: Tensor) -> Tensor:
     """[b, h, group, rows, n] @ [b, h, n, m], without a copy of y for each head of the group."""
-    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+    product: Tensor = (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+    return product
 
 
 def _block_fp64(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, mods: ExpressionMods,

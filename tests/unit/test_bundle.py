@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 from tiny import FIELDS, tiny_plan, tiny_source
 
-from flashgen.codegen.families.registry import lower
 from flashgen.codegen.plan import Param
-from flashgen.codegen.spec.spec import load_specs, spec_path
 from flashgen.errors import BundleError
 from flashgen.runtime.compile.cache import Cache
 from flashgen.runtime.compile.entry import Entry
@@ -68,28 +66,6 @@ def test_the_selector_holds_the_fields_a_call_decides_and_no_others() -> None:
 
 def test_a_bundle_is_the_same_bytes_wherever_it_is_written(entries: list[Entry], tmp_path: Path) -> None:
     assert files(write_bundle(entries, tmp_path / "a")) == files(write_bundle(entries, tmp_path / "x" / "b"))
-
-
-def test_a_call_is_served_without_specs_and_templates(entries: list[Entry], tmp_path: Path) -> None:
-    """The look-up and what attention imports: no pydantic, no YAML, no Jinja, nothing that lowers."""
-    plan = lower(next(spec for spec in load_specs(spec_path("fa3_fwd")).specs if spec.variant == "fa3_fwd_bf16_d64"))
-    write_bundle([replace(entries[0], plan=plan)], tmp_path / "b")
-    code = ("import sys\n"
-            "for name in ('cuda', 'jinja2', 'pydantic', 'yaml'):\n"
-            "    sys.modules[name] = None\n"
-            "from types import SimpleNamespace\n"
-            "import flashgen.runtime.ops.attention.call, flashgen.runtime.ops.mla_decode.call\n"
-            "from flashgen.runtime.select import lookup\n"
-            "from flashgen.runtime.select.selector import Wanted\n"
-            "lookup.device_facts = lambda index: SimpleNamespace(cc=90, num_sms=132)\n"
-            "lookup.Kernel = lambda plan, image, index: SimpleNamespace(plan=plan)\n"
-            "lookup.registry.load_bundle(sys.argv[1])\n"
-            "sizes = {'batch': 1, 'seqlen_q': 9, 'seqlen_kv': 9, 'num_heads_q': 2, 'num_heads_kv': 2}\n"
-            "wanted = lookup.registry.for_sizes(Wanted('bf16', 64, 64, False, False, 'dense', True), 0, sizes)\n"
-            "print(lookup.registry.kernel(wanted, 0).plan.kernel_name)\n"
-            "print(*[name for name in sys.modules if name.endswith('.lower') or name == 'flashgen.codegen.render'])\n")
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "b")], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [plan.kernel_name]
 
 
 def test_it_is_served_without_any_compiler(entries: list[Entry], tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ SERVED = {"fa2_fwd": "fa2_fwd_bf16_d64_window", "fa3_fwd": "fa3_fwd_bf16_d128_sp
 # Up to the launch, which needs a device: tensors are on the CPU, and the kernels are taken for one of an H100.
 CALLS = """if True:
     import sys
-    for name in ("pydantic", "jinja2", "yaml", "flashgen.codegen.spec", "flashgen.codegen.render"):
+    for name in ("pydantic", "jinja2", "yaml", "flashgen.codegen.spec.spec", "flashgen.codegen.spec.fields",
+                 "flashgen.codegen.render"):
         sys.modules[name] = None
     import torch
     from types import SimpleNamespace
@@ -136,7 +137,7 @@ CALLS = """if True:
 
     lookup.device_facts = lambda index: SimpleNamespace(cc=90, num_sms=132)
     lookup.Kernel = lambda plan, image, index: SimpleNamespace(plan=plan, num_sms=132)
-    attention.kernel_for = decode.kernel_for = schedule.kernel_for = kernel_for
+    front.kernel_for = decode.kernel_for = schedule.kernel_for = kernel_for
     front.bind = bind
     flashgen.load_bundle(sys.argv[1])
     q, k = torch.zeros(1, 1, 8, 128).bfloat16(), torch.zeros(1, 8192, 1, 128).bfloat16()

@@ -1,4 +1,4 @@
-"""What flashgen.attention takes. Imports torch alone, as ops/signature.py says."""
+"""What flashgen.attention takes. Imports nothing, as ops/signature.py says."""
 from __future__ import annotations
 
 from flashgen.runtime.ops.signature import Arg, Option, Options, Shape, Signature, Tensors, inverse_root

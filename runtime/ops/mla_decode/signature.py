@@ -1,12 +1,13 @@
-"""What flashgen.mla_decode and flashgen.mla_schedule take. Imports torch alone, as ops/signature.py says."""
+"""What flashgen.mla_decode and flashgen.mla_schedule take. Imports nothing, as ops/signature.py says."""
 from __future__ import annotations
 
 import importlib
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.runtime.ops.signature import Arg, Option, Options, Shape, Signature, Tensors, inverse_root
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEAD_DIM_V = 512
 _SCHEDULE_HOME = "flashgen.runtime.ops.mla_decode.schedule"
