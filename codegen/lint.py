@@ -1,7 +1,7 @@
 """The template rules, checked over the Jinja syntax tree and the text. `pytest tests/unit/test_templates.py` runs them.
 
 Python decides how many, the choice of a file decides what: so templates may include, loop and test a bare boolean, and
-nothing else. Inline PTX lives in the drawer, one instruction per function.
+nothing else. Inline PTX lives in the PTX wrappers, one instruction per function.
 """
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Param:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """How the copy engine sees a tensor: [columns, rows, heads, batch], of which a copy takes one panel of one head;
+    """How TMA sees a tensor: [columns, rows, heads, batch], of which a copy takes one panel of one head;
     or, with `box_panels`, [columns of a panel, rows, panels, batch or pages], of which it takes several panels.
 
     `name` is a parameter of type tensor_map, `tensor` the pointer parameter it describes. Varlen: batch is 1.
@@ -102,7 +102,7 @@ class TensorMap:
 @dataclass(frozen=True)
 class Barrier:
     """mbarriers in shared memory, one per stage, all completed by the same number of arrivals: `arrivals`, and as many
-    as `warpgroup_arrivals` for each warpgroup that multiplies, where the launch decides how many do."""
+    as `warpgroup_arrivals` for each consumer warpgroup, where the launch decides how many there are."""
 
     name: Name
     count: Annotated[int, between(1, 2**16)]

@@ -1,17 +1,17 @@
 """Slots: the places in a skeleton that a file choice fills. templates/slots/<slot>/<choice>.cuh.j2 for every row here.
 
 A slot's contract is the set of device functions its files define:
-  layout  struct Work, Work locate_work(p, tile), and the first rows of its tensors: v_rows, out_rows, lse_offset, each
-          of (p, work); `inputs` (fa2) has q_rows and k_rows
+  layout  struct TileCoord, TileCoord tile_coord(p, tile), and the first rows of its tensors: v_rows, out_rows and
+          lse_offset, each of (p, work); `inputs` (fa2) has q_rows and k_rows
   mask    KeyRange visible_keys(p, q_pos, seqlen_q, seqlen_kv), an interval that never moves left as q_pos grows;
           bool sees(keys, kv_pos), of that interval and a position, both counted from the same place
           (expression) int tile_class(p, work, first_row, last_row, tile), what of a tile the rows see;
-          void hide_scores(s, p, work, row, kv_pos); RowSight and holds(sight, kv_pos), for single keys
-  score   (expression) ScoreParts score_parts(p, work, row), void change_scores(s, p, work, parts, kv_pos)
-  order   (persistent grids) int next_unit(p, unit), known to lane 0, and int ordered_tile(p, tile): which comes when
+          void mask_by_key(s, p, work, row, kv_pos); RowSight and holds(sight, kv_pos), for single keys
+  score   (expression) ScoreParts score_parts(p, work, row), void score_mod(s, p, work, parts, kv_pos)
+  order   (persistent grids) int next_work_idx(p, work_idx), known to lane 0; int ordered_tile(p, tile): tiles in order
   cache   (flashmla) CacheRow cache_row(p, request, key): the page of a key and its row in it
   copy    (flashmla) struct CacheCopy, which copies tiles of keys: find, start and flush, by each of COPY_WARPS warps
-  rows    (fa3) what the rows of query tiles are: group_queries(p) of a warpgroup; rows_from(p, work, row), those that
+  rows    (fa3) what the rows of query tiles are: queries_per_warpgroup(p); rows_from(p, work, row), those that
           exist; of row r out_row and lse_place(p, work, r); load_query_rows(p, tile, barrier, work, first query)
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
@@ -30,9 +30,9 @@ class KvLoop:
     ends_at: str = ""               # fa2: a member of KvTiles; fa3: a variable or function of the skeleton
     masks_every_tile: bool = False
     masks_cut_tiles: bool = False   # fa3: only tiles from full_end on are masked
-    relate: str = "stale"           # fa3: how scores become relative to their row's reference, softmax_stale.cuh
+    subtract: str = "row_ref"       # fa3: which subtract_... of softmax_lazy.cuh scores go through
     may_reach_end: bool = False     # fa3: behind this loop there may be no tiles left
-    first_keys_met: bool = False    # fa3: by now every row has met its first key, if it ever does
+    rows_started: bool = False      # fa3: every row that sees a key has seen one before this loop
 
 
 _RIGHT_TITLE = "tiles that the mask cuts on the right: masked"
@@ -43,16 +43,16 @@ _DOWN_RIGHT = KvLoop(_RIGHT_TITLE, "full_end", masks_every_tile=True)
 _DOWN_WHOLE = KvLoop(_WHOLE_TITLE, "full_begin")
 _DOWN_LEFT = KvLoop("tiles that the window cuts on the left: masked", "begin", masks_every_tile=True)
 
-_UP_WHOLE = KvLoop(_WHOLE_TITLE, "whole_end()", first_keys_met=True)
+_UP_WHOLE = KvLoop(_WHOLE_TITLE, "whole_end()", rows_started=True)
 _UP_RIGHT = KvLoop(_RIGHT_TITLE, "tiles.end", masks_every_tile=True)
 _UP_END = KvLoop(_END_TITLE, "tiles.end", masks_every_tile=True)
 # Both ends of a mask that cuts on two sides: one text less to compile (a fifth of the kernel).
 _UP_SIDES = KvLoop("tiles that the mask cuts, or in which a row may meet its first key: masked", "masked_end",
-                   masks_every_tile=True, relate="any", may_reach_end=True)
+                   masks_every_tile=True, subtract="max_if_new_row", may_reach_end=True)
 # Instead of one loop for whole tiles and one for the others, where that takes the compiler too long (flag one_loop).
 ONE_LOOP = (KvLoop("all tiles, masked from where the mask cuts", "tiles.end", masks_cut_tiles=True,
-                   first_keys_met=True),)
-_BY_CLASS = KvLoop("tiles that some row of the block sees, from the last to the first", relate="any")
+                   rows_started=True),)
+_BY_CLASS = KvLoop("tiles that some row of the block sees, from the last to the first", subtract="max_if_new_row")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ SCORES: dict[str, tuple[Param, ...]] = {  # a spec without a score expression ha
 }
 
 EXPRESSION_FLAGS = (  # flags of the skeletons that only plans with expressions list
-    "changes_scores",
+    "score_mod",
     "evaluates",    # an expression is printed: expression.cuh
     "sink",
     "names_batch",  # an expression asks which sequence it is
@@ -103,17 +103,17 @@ ORDERS: dict[str, tuple[Param, ...]] = {
                       Param("heads_at_the_end", "divisor", "in the last section")),
 }
 
-WEIGHTS = ("registers", "shared")  # where the A operand of the value product is
+P_OPERANDS = ("registers", "shared")  # where P, the A operand of the PV product, is
 
 ROWS: dict[str, tuple[Param, ...]] = {
     "plain": (),
-    "packed": (Param("num_heads_kv", "divisor", "heads of keys and values"),
-               Param("group_queries", "divisor", "of a warpgroup: as many as fit into 64 rows, with all heads")),
+    "pack_gqa": (Param("num_heads_kv", "divisor", "heads of keys and values"),
+               Param("queries_per_warpgroup", "divisor", "as many as fit into 64 rows, with all heads")),
 }
 
 SLOTS: dict[str, tuple[str, ...]] = {
-    "layout": (*LAYOUTS, "packed"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
-    "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "weights": WEIGHTS,
+    "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
+    "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
 
@@ -122,10 +122,10 @@ SLOTS: dict[str, tuple[str, ...]] = {
 PIECES: dict[str, tuple[str, ...]] = {
     "walk": ("ranges", "classes"),        # tiles of keys are a range, or are found by their class
     "loops": ("in_turn", "alternating"),  # fa3, ranges: loops run in turn, or one before and after the other; by mask
-    "normalize": ("softmax", "none"),     # weights are a softmax, or the scores themselves
+    "normalize": ("softmax", "none"),     # P is a softmax, or the scores themselves
     "output": ("apart", "over_queries"),  # fa3: the output waits in room of its own, or in that of its queries
-    "units": ("whole", "split"),          # fa3: a unit of work is a query tile, or may be a part of one
-    "query": ("registers", "shared"),     # fa2: where the A operand of the score product is
+    "work": ("whole", "split"),           # fa3: a work tile is a query tile, or may be a split of one
+    "query": ("registers", "shared"),     # fa2: where the A operand of the QK product is
 }
 
 

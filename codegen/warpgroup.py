@@ -10,7 +10,7 @@ WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = 32 * WARPGROUP_WARPS
 WARPGROUP_ROWS = 64   # of the accumulator of every wgmma
 WARP_ROWS = 16        # of them
-MAX_WARPGROUPS = 4    # that multiply, with 112 registers per thread; five would have 80, too few for any tile
+MAX_WARPGROUPS = 4    # of consumers, with 112 registers per thread; five would have 80, too few for any tile
 # Registers beside accumulators and fragments: descriptors, loop state, row max and sum. A floor: below it a kernel
 # certainly spills.
 OVERHEAD_REGISTERS = 24
@@ -21,7 +21,7 @@ class RegisterNeed:
     """Registers of one thread of a warpgroup that keeps scores, probabilities and output of 64 query rows."""
 
     scores: int         # fp32, one key tile
-    probabilities: int  # 16 bits each, the tile before: operand of the value product, if that is in registers
+    probabilities: int  # 16 bits each, the tile before: operand of the PV product, if that is in registers
     out: int            # fp32
     overhead: int = OVERHEAD_REGISTERS
 

@@ -1,6 +1,6 @@
 """Header text of the wgmma products a kernel uses: one wrapper per shape, in the style of templates/include.
 
-The operand lists of wgmma depend on N, so these are the one part of the drawer that is rendered. What they share,
+The operand lists of wgmma depend on N, so these are the one part of the PTX wrappers that is rendered. What they share,
 and their signatures, are in ptx/wgmma.cuh: each wrapper here specialises wgmma_ss or wgmma_rs.
 """
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WIDTH = 108
 
 @dataclass(frozen=True, order=True)
 class WgmmaShape:
-    """d[64, n] += a * b. `element` is a tag of the drawer, `a_source` "shared" or "registers"; majors from MAJORS.
+    """d[64, n] += a * b. `element` is a tag of prelude.cuh, `a_source` "shared" or "registers"; majors from MAJORS.
 
     `steps` products with the same d come in one statement: the list of its registers is most of what the compiler has
     to carry through its passes.

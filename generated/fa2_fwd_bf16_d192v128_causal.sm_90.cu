@@ -26,7 +26,7 @@ constexpr int MIN_BLOCKS_PER_SM = 2;  // leaves 255 registers per thread
 constexpr int M_FRAGMENTS = 2;  // 16-row fragments per warp: a B fragment serves them all
 constexpr int HEAD_DIM_QK = 192;  // columns of q and k in device memory
 constexpr int HEAD_DIM_V = 128;  // columns of v and out in device memory
-constexpr int MMA_COLS_QK = 192;  // columns the score product runs over: whole 16-column steps, surplus zero
+constexpr int MMA_COLS_QK = 192;  // columns the QK product runs over: whole 16-column steps, surplus zero
 constexpr int MMA_COLS_V = 128;  // columns of the output fragments, likewise
 constexpr int SMEM_COLS_QK = 192;  // columns stored of q and k: whole panels, surplus zero
 constexpr int SMEM_COLS_V = 128;  // columns stored of v and out, likewise
@@ -70,15 +70,15 @@ static_assert(SMEM_WORK - SMEM_V >= NUM_STAGES * ValueTile::BYTES, "map and tile
 
 // layout: dense. q [batch, seqlen_q, num_heads_q, head_dim_qk], k and v likewise; lse [batch, num_heads_q,
 // seqlen_q].
-struct Work {
+struct TileCoord {
   int batch, head_q, m_tile;
   int seqlen_q, seqlen_kv;
 };
 
 // Query tiles fastest, then heads, then sequences, so that neighbouring blocks share K and V in L2; within
 // a sequence the last tile first, since under a causal mask it is the longest.
-FG_DEVICE Work locate_work(const Params& p, int tile) {
-  Work w;
+FG_DEVICE TileCoord tile_coord(const Params& p, int tile) {
+  TileCoord w;
   w.m_tile = p.m_tiles - 1 - tile % p.m_tiles;
   w.head_q = tile / p.m_tiles % p.num_heads_q;
   w.batch = tile / p.m_tiles / p.num_heads_q;
@@ -87,21 +87,21 @@ FG_DEVICE Work locate_work(const Params& p, int tile) {
   return w;
 }
 
-FG_DEVICE const Element* v_rows(const Params& p, const Work& w) {
+FG_DEVICE const Element* v_rows(const Params& p, const TileCoord& w) {
   return p.v + w.batch * p.v_batch_stride + w.head_q / p.heads_per_kv_head * p.v_head_stride;
 }
-FG_DEVICE Element* out_rows(const Params& p, const Work& w) {
+FG_DEVICE Element* out_rows(const Params& p, const TileCoord& w) {
   return p.out + w.batch * p.out_batch_stride + w.head_q * p.out_head_stride;
 }
-FG_DEVICE int64_t lse_offset(const Params& p, const Work& w) {
+FG_DEVICE int64_t lse_offset(const Params& p, const TileCoord& w) {
   return ((int64_t)w.batch * p.num_heads_q + w.head_q) * p.seqlen_q;
 }
 
 // inputs: dense. The rows of a sequence's queries and keys.
-FG_DEVICE const Element* q_rows(const Params& p, const Work& w) {
+FG_DEVICE const Element* q_rows(const Params& p, const TileCoord& w) {
   return p.q + w.batch * p.q_batch_stride + w.head_q * p.q_head_stride;
 }
-FG_DEVICE const Element* k_rows(const Params& p, const Work& w) {
+FG_DEVICE const Element* k_rows(const Params& p, const TileCoord& w) {
   return p.k + w.batch * p.k_batch_stride + w.head_q / p.heads_per_kv_head * p.k_head_stride;
 }
 
@@ -114,23 +114,23 @@ FG_DEVICE KeyRange visible_keys(const Params& p, int q_pos, int seqlen_q, int se
 // Whether a row with these keys sees the key at `col`, of which none lies left of what it sees.
 FG_DEVICE bool sees(KeyRange keys, int col) { return col <= keys.last; }
 
-static_assert(SMEM_BYTES - SMEM_WORK >= sizeof(Work), "map and tiles agree");
+static_assert(SMEM_BYTES - SMEM_WORK >= sizeof(TileCoord), "map and tiles agree");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS_PER_SM)
 fa2_fwd_bf16_d192v128_causal(const __grid_constant__ Params p) {
-  const Work work = locate_work(p, blockIdx.x);
+  const TileCoord work = tile_coord(p, blockIdx.x);
   if (work.m_tile < 0) return;
   unsigned char* const smem = dyn_smem();
-  // What masked tiles and the epilogue need of it waits in shared memory: the main loop has no registers to
+  // Masked tiles and the epilogue read the coordinates from shared memory: the main loop has no registers to
   // spare.
-  const Work& parked = *reinterpret_cast<const Work*>(smem + SMEM_WORK);
-  if (threadIdx.x == 0) *reinterpret_cast<Work*>(smem + SMEM_WORK) = work;
+  const TileCoord& work_smem = *reinterpret_cast<const TileCoord*>(smem + SMEM_WORK);
+  if (threadIdx.x == 0) *reinterpret_cast<TileCoord*>(smem + SMEM_WORK) = work;
   const int q_start = work.m_tile * BLOCK_M;
   const int valid_rows = min_int(work.seqlen_q - q_start, BLOCK_M);
   const KvTiles tiles = kv_tiles<BLOCK_N>(
       visible_keys(p, q_start, work.seqlen_q, work.seqlen_kv),
       visible_keys(p, q_start + valid_rows - 1, work.seqlen_q, work.seqlen_kv));
-  const auto visible = [&](int q_pos) { return visible_keys(p, q_pos, parked.seqlen_q, parked.seqlen_kv); };
+  const auto visible = [&](int row) { return visible_keys(p, row, work_smem.seqlen_q, work_smem.seqlen_kv); };
 
   const int warp_row = threadIdx.x / WARP_SIZE * (16 * M_FRAGMENTS);  // first of this warp, in the query tile
   const int lane = threadIdx.x % WARP_SIZE;
@@ -218,12 +218,12 @@ fa2_fwd_bf16_d192v128_causal(const __grid_constant__ Params p) {
   normalise(o, rows);
   cp_async_wait<0>();  // without a key to attend to, nothing has waited for the queries yet
   sync_block();
-  const int first_row = parked.m_tile * BLOCK_M;
-  const int rows_to_store = min_int(parked.seqlen_q - first_row, BLOCK_M);
+  const int first_row = work_smem.m_tile * BLOCK_M;
+  const int rows_to_store = min_int(work_smem.seqlen_q - first_row, BLOCK_M);
   if (p.lse != nullptr)
-    write_lse(p.lse + lse_offset(p, parked) + first_row, lane_row, rows_to_store, rows, p.scale_log2);
+    write_lse(p.lse + lse_offset(p, work_smem) + first_row, lane_row, rows_to_store, rows, p.scale_log2);
   stage_output<OutTile, Element>(smem + SMEM_Q, o, lane_row);
   sync_block();
-  store_tile<OutTile, HEAD_DIM_V, NUM_THREADS>(out_rows(p, parked) + first_row * p.out_row_stride,
+  store_tile<OutTile, HEAD_DIM_V, NUM_THREADS>(out_rows(p, work_smem) + first_row * p.out_row_stride,
                                                p.out_row_stride, smem + SMEM_Q, rows_to_store);
 }

@@ -11,7 +11,7 @@
 #include "flashgen/divisor.cuh"
 #include "flashgen/gemm_async.cuh"
 #include "flashgen/latent_rows.cuh"
-#include "flashgen/merge_shares.cuh"
+#include "flashgen/merge_per_block.cuh"
 #include "flashgen/ptx/fence.cuh"
 #include "flashgen/ptx/griddepcontrol.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
@@ -19,55 +19,55 @@
 #include "flashgen/ptx/tma.cuh"
 #include "flashgen/ring.cuh"
 #include "flashgen/segments.cuh"
-#include "flashgen/stale_weights.cuh"
+#include "flashgen/softmax_lazy_exp.cuh"
 #include "flashgen/store_rows.cuh"
 
 using Element = bf16;
 constexpr int BLOCK_M = 64;  // rows of a wgmma: of a block, at most
 constexpr int BLOCK_N = 64;  // keys per tile
-constexpr int SLOT_COLS = 128;  // columns of a piece of a tile: what is loaded and freed at once
-constexpr int NUM_SLOTS = 10;  // pieces in shared memory
+constexpr int SUB_TILE_COLS = 128;  // columns of a sub-tile: what is loaded and freed at once
+constexpr int KV_STAGES = 10;  // sub-tiles in shared memory
 constexpr int SMEM_QUERY_PANELS = 6;  // of 64 columns of the queries in shared memory
 constexpr int REGISTER_QUERY_PANELS = 3;  // of them in registers: the last
-constexpr int HEAD_DIM_QK = 576;  // columns of the cache: latent, then rotary
+constexpr int HEAD_DIM_QK = 576;  // columns of the cache: latent, then RoPE
 constexpr int HALF_COLS = 256;  // columns of the output that a warpgroup holds
-constexpr int SEGMENTS = 8;  // announced at most: two tiles ahead and two behind, and the next
+constexpr int SEGMENTS = 8;  // published at most: two tiles ahead and two behind, and the next
 constexpr int RECORD_WORDS = 16;  // words of a block's record in the schedule
-constexpr int PART_FLOATS = 32896;  // one part of a request that is cut: output, references and sums
+constexpr int PARTIAL_FLOATS = 32896;  // one split of a request: output, row references and row sums
 constexpr int SCORES_BARRIER = 1;  // first of two named barriers, one per warpgroup
 constexpr int SUMS_BARRIER = 3;  // the named barrier at which both warpgroups meet
-constexpr int TURN_BARRIER = 4;  // the one at which the right warpgroup waits for its turn to make scores
-constexpr int VALUES_BARRIER = 5;  // ... and to multiply the values of its own tile
-constexpr int NUM_THREADS = 384;  // with the warpgroup of copy warps
+constexpr int PINGPONG_BARRIER = 4;  // the one at which the right warpgroup waits for its turn to make scores
+constexpr int VALUES_BARRIER = 5;  // the one at which it waits to multiply the values of its own tile
+constexpr int NUM_THREADS = 384;  // with the producer warpgroup
 constexpr int LOAD_REGISTERS = 24;  // per thread that copies
-constexpr int MMA_REGISTERS = 240;  // per thread that multiplies: what the others leave of 64 Ki
+constexpr int MMA_REGISTERS = 240;  // per consumer thread: what the producers leave of 64 Ki
 
 // Shared memory of one block: where each region begins, and how many bytes it has.
-constexpr int SMEM_SLOTS = 0;  // 163840: 10 pieces of 128 columns of 64 keys
-constexpr int SMEM_PAIR = 163840;  // 16384: rotary columns of two tiles, then the weights in their place
+constexpr int SMEM_KV = 0;  // 163840: 10 sub-tiles of 128 columns of 64 keys
+constexpr int SMEM_ROPE_P = 163840;  // 16384: RoPE columns of two tiles, then P in their place
 constexpr int SMEM_Q = 180224;  // 49152: the first 6 panels of the queries
-constexpr int SMEM_REFERENCES = 229376;  // 512: [2 tiles][row] what the weights are relative to
+constexpr int SMEM_REFERENCES = 229376;  // 512: [2 tiles][row] row references of P
 constexpr int SMEM_RAISED = 229888;  // 32: [2 tiles][warp] whether it has changed
 constexpr int SMEM_SUMS = 230400;  // 1024: [2 segments][warpgroup][row] shares of the denominators
-constexpr int SMEM_SEGMENTS = 231424;  // 320: 8 announcements of segments
+constexpr int SMEM_SEGMENTS = 231424;  // 320: 8 segments
 constexpr int SMEM_BARRIERS = 231744;  // 248: the mbarriers
 constexpr int SMEM_BYTES = 231992;
 
 // mbarriers, by their place in region BARRIERS: [how many], arrivals that complete each: what that says
-constexpr int SLOT_FULL = 0;  // [10], 1: a piece of a tile has landed
-constexpr int SLOT_EMPTY = 10;  // [10], 4: the warpgroup whose output columns it is has multiplied it
-constexpr int PAIR_FULL = 20;  // [2], 1: the rotary columns of a tile have landed
-constexpr int PAIR_EMPTY = 22;  // [2], 4: the other warpgroup has used the weights that took their place
-constexpr int WEIGHTS_FULL = 24;  // [2], 4: the weights of a tile are there, and their reference
-constexpr int ANNOUNCED = 26;  // [1], 1: the next segment is announced
+constexpr int KV_FULL = 0;  // [10], 1: a sub-tile has landed
+constexpr int KV_EMPTY = 10;  // [10], 4: the warpgroup whose output columns it is has multiplied it
+constexpr int ROPE_P_FULL = 20;  // [2], 1: the RoPE columns of a tile have landed
+constexpr int ROPE_P_EMPTY = 22;  // [2], 4: the other warpgroup has multiplied the P that took their place
+constexpr int P_FULL = 24;  // [2], 4: P of a tile has been stored, with its row references
+constexpr int SEGMENT_FULL = 26;  // [1], 1: the next segment has been published
 constexpr int Q_FULL = 27;  // [1], 1: its queries have landed
 constexpr int Q_EMPTY = 28;  // [1], 8: both warpgroups have made their last scores of it
-constexpr int PARTS_FULL = 29;  // [2], 1: all parts of the block's first request are there, or of its last
+constexpr int SPLITS_FULL = 29;  // [2], 1: all splits of the block's first, or last, request are written
 
 struct Params {
   TensorMap q_map;  // of q: [64, rows, panels, batch]
   TensorMap kv_map;  // of kv: [64, rows, panels, pages]
-  TensorMap rotary_map;  // of kv: [64, rows, panels, pages]
+  TensorMap rope_map;  // of kv: [64, rows, panels, pages]
   const Element* q;  // [batch, q_rows, head_dim_qk]
   const Element* kv;  // [num_pages, page_size, head_dim_qk]
   Element* out;  // [batch, q_rows, head_dim_v], contiguous
@@ -76,7 +76,7 @@ struct Params {
   const int32_t* seqlens;  // [batch], keys of each request
   const float* sink;  // [num_heads], logit that joins the denominator; null: none
   const int32_t* schedule;  // [blocks][RECORD_WORDS], of the schedule kernel
-  float* partials;  // [blocks][2] results of PART_FLOATS
+  float* partials;  // [blocks][2] results of PARTIAL_FLOATS
   int32_t* counters;  // [blocks] arrivals and departures, zero between launches
   int64_t q_outer_stride;  // elements from request to request
   int64_t q_row_stride;  // elements
@@ -85,42 +85,42 @@ struct Params {
   int32_t seqlen_q;  // new tokens of each request
   int32_t max_pages;  // columns of the page table
   Divisor page_size;  // rows of a page
-  int32_t hidden_keys;  // last keys that the first token does not see: seqlen_q - 1 if causal, else 0
+  int32_t masked_keys;  // last keys that the first token does not see: seqlen_q - 1 if causal, else 0
   int32_t lse_counts_sink;  // 1: lse has the sink in it
   float scale_log2;  // softmax_scale * log2(e)
 };
 static_assert(sizeof(Params) == 576, "the host packs exactly these bytes");
 
 using QueryTile = TileShape<BLOCK_M, 64 * SMEM_QUERY_PANELS>;
-using SlotTile = TileShape<BLOCK_N, SLOT_COLS>;  // a piece of a tile of the cache: loaded and freed at once
-using PairTile = TileShape<BLOCK_N, 64>;         // rotary columns of a tile, then the weights in their place
-static_assert(SMEM_PAIR - SMEM_SLOTS >= NUM_SLOTS * SlotTile::BYTES, "map and tiles agree");
-static_assert(SMEM_Q - SMEM_PAIR >= 2 * PairTile::BYTES && BLOCK_M == BLOCK_N, "map and tiles agree");
+using SubTile = TileShape<BLOCK_N, SUB_TILE_COLS>;  // what is loaded and freed at once
+using RopePTile = TileShape<BLOCK_N, 64>;           // RoPE columns of a tile, then P in their place
+static_assert(SMEM_ROPE_P - SMEM_KV >= KV_STAGES * SubTile::BYTES, "map and tiles agree");
+static_assert(SMEM_Q - SMEM_ROPE_P >= 2 * RopePTile::BYTES && BLOCK_M == BLOCK_N, "map and tiles agree");
 static_assert(SMEM_REFERENCES - SMEM_Q >= QueryTile::BYTES, "map and tiles agree");
-static_assert(sizeof(Part) == 4 * RECORD_WORDS, "the schedule writes what the decode reads");
+static_assert(sizeof(SmPartition) == 4 * RECORD_WORDS, "the schedule writes what the decode reads");
 static_assert(SMEM_BARRIERS - SMEM_SEGMENTS >= SEGMENTS * sizeof(Segment), "map and tiles agree");
 
 FG_DEVICE Segment& segment_at(unsigned char* smem, int index) {
   return reinterpret_cast<Segment*>(smem + SMEM_SEGMENTS)[index % SEGMENTS];
 }
 
-constexpr int SLOTS_PER_HALF = HALF_COLS / SLOT_COLS, SLOTS_PER_TILE = 2 * SLOTS_PER_HALF;
-static_assert(NUM_SLOTS % SLOTS_PER_HALF == 0, "the pieces of a half lie side by side");
+constexpr int HALF_SUB_TILES = HALF_COLS / SUB_TILE_COLS, SUB_TILES = 2 * HALF_SUB_TILES;
+static_assert(KV_STAGES % HALF_SUB_TILES == 0, "the sub-tiles of a half lie side by side");
 
-// Where a tile of the stream lies, and the parities of its barriers: pieces in a ring of slots, rotary
-// columns and weights in one of two places. Worked out anew each time: the products leave few registers.
-struct Place {
+// The stages of a tile of the stream, and their phases: sub-tiles in a ring of KV stages, RoPE columns and
+// P in one of two buffers. Computed anew each time, because the products leave few registers.
+struct StageIndex {
   uint32_t tile;
 
-  FG_DEVICE int slot(int piece) const { return (SLOTS_PER_TILE * tile + piece) % NUM_SLOTS; }
-  FG_DEVICE uint32_t slot_round(int piece) const { return (SLOTS_PER_TILE * tile + piece) / NUM_SLOTS & 1; }
-  FG_DEVICE int pair() const { return tile & 1; }
-  FG_DEVICE uint32_t pair_round() const { return tile >> 1 & 1; }
-  FG_DEVICE Place anew(int ahead = 0) const {
-    Place place{tile};
-    tie_registers(place.tile);
-    place.tile += ahead;
-    return place;
+  FG_DEVICE int kv(int sub_tile) const { return (SUB_TILES * tile + sub_tile) % KV_STAGES; }
+  FG_DEVICE uint32_t kv_phase(int sub_tile) const { return (SUB_TILES * tile + sub_tile) / KV_STAGES & 1; }
+  FG_DEVICE int rope_p() const { return tile & 1; }
+  FG_DEVICE uint32_t rope_p_phase() const { return tile >> 1 & 1; }
+  FG_DEVICE StageIndex anew(int ahead = 0) const {
+    StageIndex stage{tile};
+    pin_registers(stage.tile);
+    stage.tile += ahead;
+    return stage;
   }
 };
 
@@ -136,7 +136,7 @@ FG_DEVICE CacheRow cache_row(const Params& p, int request, int key) {
   return {p.page_table[(int64_t)request * p.max_pages + column], key - page * p.page_size};
 }
 
-// copy: boxes. The copy engine brings tiles, which are whole boxes of a tensor map: one warp asks for them.
+// copy: boxes. TMA copies sub-tiles, which are whole boxes of a tensor map. One warp issues the copies.
 constexpr int COPY_WARPS = 1;
 
 struct CacheCopy {
@@ -150,37 +150,37 @@ struct CacheCopy {
       : p(p), smem(smem), barriers(barriers) {
     if (!issues) return;
     prefetch_tensormap(&p.kv_map);
-    prefetch_tensormap(&p.rotary_map);
+    prefetch_tensormap(&p.rope_map);
   }
 
   FG_DEVICE void find(int request, int first_key, int) { from = cache_row(p, request, first_key); }
-  FG_DEVICE void flush(const Place&) {}
+  FG_DEVICE void flush(const StageIndex&) {}
 
   // Copies tile `here` to `at`.
-  FG_DEVICE void start(const Place& at, const CacheRow& here) {
+  FG_DEVICE void start(const StageIndex& at, const CacheRow& here) {
 #pragma unroll
-    for (int piece = 0; piece < SLOTS_PER_TILE; ++piece) {
-      const int slot = at.slot(piece);
-      mbarrier_wait_parity(barriers + SLOT_EMPTY + slot, at.slot_round(piece) ^ 1);
+    for (int sub_tile = 0; sub_tile < SUB_TILES; ++sub_tile) {
+      const int kv = at.kv(sub_tile);
+      mbarrier_wait_parity(barriers + KV_EMPTY + kv, at.kv_phase(sub_tile) ^ 1);
       if (issues) {
-        mbarrier_arrive_expect_tx(barriers + SLOT_FULL + slot, SlotTile::BYTES);
-        tma_load_4d(smem + SMEM_SLOTS + slot * SlotTile::BYTES, &p.kv_map, barriers + SLOT_FULL + slot, 0,
-                    here.row, piece * (SLOT_COLS / 64), here.page, EVICT_FIRST);
+        mbarrier_arrive_expect_tx(barriers + KV_FULL + kv, SubTile::BYTES);
+        tma_load_4d(smem + SMEM_KV + kv * SubTile::BYTES, &p.kv_map, barriers + KV_FULL + kv, 0,
+                    here.row, sub_tile * (SUB_TILE_COLS / 64), here.page, EVICT_FIRST);
       }
     }
-    mbarrier_wait_parity(barriers + PAIR_EMPTY + at.pair(), at.pair_round() ^ 1);
+    mbarrier_wait_parity(barriers + ROPE_P_EMPTY + at.rope_p(), at.rope_p_phase() ^ 1);
     if (issues) {
-      uint64_t* const full = barriers + PAIR_FULL + at.pair();
-      mbarrier_arrive_expect_tx(full, PairTile::BYTES);
-      tma_load_4d(smem + SMEM_PAIR + at.pair() * PairTile::BYTES, &p.rotary_map, full, 0, here.row,
+      uint64_t* const full = barriers + ROPE_P_FULL + at.rope_p();
+      mbarrier_arrive_expect_tx(full, RopePTile::BYTES);
+      tma_load_4d(smem + SMEM_ROPE_P + at.rope_p() * RopePTile::BYTES, &p.rope_map, full, 0, here.row,
                   2 * (HALF_COLS / 64), here.page, EVICT_FIRST);
     }
   }
 };
 
-// ---- the copy warps: each goes through the block's part of the schedule, and copies keys; the first
-// announces segments and copies queries
-// Asked anew each time: the copy warps have few registers.
+// ---- the producer warps: each goes through the block's SM partition, and copies keys; the first
+// publishes segments and copies queries
+// Asked anew each time: the producer warps have few registers.
 FG_DEVICE int this_warp() { return first_lane(threadIdx.x / WARP_SIZE); }
 
 FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
@@ -189,12 +189,12 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   if (issues) prefetch_tensormap(&p.q_map);
   CacheCopy copy(p, smem, barriers);
   griddepcontrol_wait();
-  const Part& part = part_of_block(p);  // read anew for each segment: registers are few
-  Place at{0};  // of the next tile
+  const SmPartition& partition = sm_partition(p);  // read anew for each segment: registers are few
+  StageIndex at{0};  // of the next tile
   int index = 0;  // of the next segment
-  if (part.first_request >= 0) {
-    for (int request = part.first_request; request <= part.last_request; ++request) {
-      Segment segment = segment_of<BLOCK_N>(p, part, request);
+  if (partition.first_request >= 0) {
+    for (int request = partition.first_request; request <= partition.last_request; ++request) {
+      Segment segment = segment_of<BLOCK_N>(p, partition, request);
       segment.begin = at.tile;
       segment.end += at.tile;
       const int keys = segment.keys, end = segment.end;
@@ -206,7 +206,7 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
       }
       if (issues) {
         copy_segment(segment_at(smem, index), segment);
-        mbarrier_arrive(barriers + ANNOUNCED);
+        mbarrier_arrive(barriers + SEGMENT_FULL);
         mbarrier_arrive_expect_tx(barriers + Q_FULL, QueryTile::BYTES);
         tma_load_4d(smem + SMEM_Q, &p.q_map, barriers + Q_FULL, 0, segment.first_row, 0, request,
                     EVICT_FIRST);
@@ -225,26 +225,26 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   mbarrier_wait_parity(barriers + Q_EMPTY, index & 1 ^ 1);
   if (issues) {
     segment_at(smem, index).request = -1;
-    mbarrier_arrive(barriers + ANNOUNCED);
+    mbarrier_arrive(barriers + SEGMENT_FULL);
   }
 }
 
 // A pair of elements of a tile's latent columns.
-FG_DEVICE uint32_t& latent_pair(unsigned char* smem, const Place& place, int row, int pair) {
+FG_DEVICE uint32_t& latent_pair(unsigned char* smem, const StageIndex& stage, int row, int pair) {
   const int chunk = pair / 4;
-  unsigned char* const tile = smem + SMEM_SLOTS + place.slot(chunk / SlotTile::CHUNKS) * SlotTile::BYTES;
-  return reinterpret_cast<uint32_t*>(tile + SlotTile::offset(row, chunk % SlotTile::CHUNKS))[pair % 4];
+  unsigned char* const tile = smem + SMEM_KV + stage.kv(chunk / SubTile::CHUNKS) * SubTile::BYTES;
+  return reinterpret_cast<uint32_t*>(tile + SubTile::offset(row, chunk % SubTile::CHUNKS))[pair % 4];
 }
 
-FG_DEVICE float* part_results(const Params& p, int slot) { return p.partials + (int64_t)slot * PART_FLOATS; }
-// Of a request, those of the block with its first part.
-FG_DEVICE int* part_counters(const Params& p, int first_block) { return p.counters + 2 * first_block; }
+FG_DEVICE float* partial_output(const Params& p, int64_t i) { return p.partials + i * PARTIAL_FLOATS; }
+// The counters of a request: those of the block with its first split.
+FG_DEVICE int* split_counters(const Params& p, int first_block) { return p.counters + 2 * first_block; }
 
-// The end of a segment, by both warpgroups: the output, or where other blocks have tiles of the same
-// request, this part of it.
+// The end of a segment, by both warpgroups: the output, or where other blocks have tiles of the same request,
+// the partial output of this split.
 FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1][HALF_COLS / 8][4],
-                              const StaleRows& rows, int half, const Segment& announced, int index) {
-  const Segment segment = uniform_copy(announced);
+                              const LazyRowState& rows, int half, const Segment& shared_segment, int index) {
+  const Segment segment = uniform_copy(shared_segment);
   const int warp = threadIdx.x % 128 / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const int lane_row = 16 * warp + lane / 4, warp_rows = segment.end_row - segment.first_row - 16 * warp;
   float* const sums = reinterpret_cast<float*>(smem + SMEM_SUMS) + index % 2 * (2 * BLOCK_M) + lane_row;
@@ -257,7 +257,7 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
   bar_sync<SUMS_BARRIER, 256>();
 #pragma unroll
   for (int h = 0; h < 2; ++h) sum[h] = sums[8 * h] + sums[BLOCK_M + 8 * h];
-  if (segment.parts == 1) {
+  if (segment.num_splits == 1) {
     float inverse[2] = {};
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {  // once: it is long, and not worth the compiler's time twice
@@ -280,14 +280,14 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
     pack_output<Element>(w, o);
     store_rows<HALF_COLS>([&](int row) { return out + row * (2 * HALF_COLS); }, w, warp_rows);
   } else {
-    float* const results = part_results(p, segment.slot);
+    float* const results = partial_output(p, segment.partial);
     if (warp_rows > 0) {
       write_fragments(results + half * (BLOCK_M * HALF_COLS), o);
       if (half == 0 && lane % 4 == 0) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float* const row_results = results + 2 * BLOCK_M * HALF_COLS + 2 * (lane_row + 8 * h);
-          // A part without keys sets no scale.
+          // A split without keys sets no scale.
           row_results[0] = sum[h] == 0.0f ? -INFINITY : rows.reference(h);
           row_results[1] = sum[h];
         }
@@ -295,50 +295,50 @@ FG_DEVICE void finish_segment(const Params& p, unsigned char* smem, float (&o)[1
     }
     bar_sync_at<128>(SCORES_BARRIER + half);
     if (threadIdx.x % 128 == 0)
-      red_add_release(part_counters(p, blockIdx.x - segment.part * part_of_block(p).row_blocks), 1);
+      red_add_release(split_counters(p, blockIdx.x - segment.split_idx * sm_partition(p).row_blocks), 1);
   }
 }
 
-// By one load thread, which has nothing else to do: waits until all parts of a request are there. All
-// blocks of the grid are resident.
-FG_DEVICE void watch_parts(const Params& p, uint64_t* barriers) {
+// One producer thread, which has nothing else to do, waits until all splits of a request have been written.
+// All blocks of the grid are resident.
+FG_DEVICE void watch_splits(const Params& p, uint64_t* barriers) {
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
     const Split split = split_of_block(p, which);
-    if (split.parts == 1) continue;
-    int* const counters = part_counters(p, split.first_part * part_of_block(p).row_blocks +
-                                        part_of_block(p).row_block);
-    wait_until_equal(counters, 2 * split.parts);
-    mbarrier_arrive(barriers + PARTS_FULL + which);
-    if (atom_add_acq_rel(counters + 1, 1) == split.parts - 1) {  // nobody looks at the counters any more
+    if (split.num_splits == 1) continue;
+    int* const counters = split_counters(p, split.first_partition * sm_partition(p).row_blocks +
+                                        sm_partition(p).row_block);
+    wait_until_equal(counters, 2 * split.num_splits);
+    mbarrier_arrive(barriers + SPLITS_FULL + which);
+    if (atom_add_acq_rel(counters + 1, 1) == split.num_splits - 1) {  // nobody looks at the counters any more
       counters[0] = 0;
       counters[1] = 0;
     }
   }
 }
 
-// At the end of a block's work: requests of which other blocks have parts. Every block adds up its share of
-// the rows.
+// At the end of a block's work: requests of which other blocks have splits. Every block merges (combines)
+// some of their rows.
 FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barriers) {
-  const Part& mine = part_of_block(p);
+  const SmPartition& mine = sm_partition(p);
   const int row_blocks = mine.row_blocks, row_block = mine.row_block, first_row = row_block * mine.block_rows;
   const int rows_end = min_int(first_row + mine.block_rows, p.q_rows);
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
     const Split split = split_of_block(p, which);
-    if (split.parts == 1) continue;
-    const int part = blockIdx.x / row_blocks - split.first_part;
-    mbarrier_wait_parity(barriers + PARTS_FULL + which, 0);
+    if (split.num_splits == 1) continue;
+    const int split_idx = blockIdx.x / row_blocks - split.first_partition;
+    mbarrier_wait_parity(barriers + SPLITS_FULL + which, 0);
     bar_sync<SUMS_BARRIER, 256>();  // both warpgroups are done with the shared memory that this takes
-    const float* const first_results = part_results(p, 2 * (split.first_part * row_blocks + row_block));
+    const float* const first = partial_output(p, 2 * (split.first_partition * row_blocks + row_block));
     const auto results = [&](int i) {
-      return first_results + (int64_t)(2 * i * row_blocks + (i == 0)) * PART_FLOATS;
+      return first + (int64_t)(2 * i * row_blocks + (i == 0)) * PARTIAL_FLOATS;
     };
     const auto end = [&](int row_in_block, float reference, float sum) {
       const int row = first_row + row_in_block;
       if (row >= rows_end) return 0.0f;
       const RowEnd ends = end_row(p, row, reference, sum);
-      if (part == 0 && p.lse != nullptr) write_row_lse(p, split.request, row, ends.lse);
+      if (split_idx == 0 && p.lse != nullptr) write_row_lse(p, split.request, row, ends.lse);
       return ends.inverse;
     };
     Element* const out = p.out + ((int64_t)split.request * p.q_rows + first_row) * (2 * HALF_COLS);
@@ -346,14 +346,14 @@ FG_DEVICE void merge_splits(const Params& p, unsigned char* smem, uint64_t* barr
       if (first_row + row_in_block < rows_end)
         *reinterpret_cast<uint32_t*>(out + row_in_block * (2 * HALF_COLS) + col) = pack2(Element{}, x, y);
     };
-    merge_share<BLOCK_M, HALF_COLS, SUMS_BARRIER>(results, split.parts, part, rows_end - first_row,
-                                                  reinterpret_cast<float*>(smem + SMEM_SLOTS), end, write);
+    merge_rows<BLOCK_M, HALF_COLS, SUMS_BARRIER>(results, split.num_splits, split_idx, rows_end - first_row,
+                                                  reinterpret_cast<float*>(smem + SMEM_KV), end, write);
   }
 }
 
-// ---- a product warpgroup: of each segment's tiles, the even ones are the left warpgroup's own and the odd
-// ones the right one's, that is, it makes their scores and weights. The values of all tiles go into its
-// half of the output; the weights of the other warpgroup's tiles come through shared memory.
+// ---- a consumer warpgroup: the left one makes S and P of the even tiles of each segment, the right one of
+// the odd tiles. The values of all tiles go into a warpgroup's half of the output. P of the other
+// warpgroup's tiles comes through shared memory.
 constexpr int PANEL_STEPS = 64 / K_STEP;  // of a panel of columns, and of the keys of a tile
 static_assert(PANEL_STEPS == STATEMENT_STEPS && BLOCK_N == 64, "each is one statement");
 
@@ -366,11 +366,11 @@ struct Warpgroup {
   const int lane_row = 16 * warp + lane / 4;
   float s[1][BLOCK_N / 8][4];
   float o[1][HALF_COLS / 8][4];
-  uint32_t weights[BLOCK_N / 16][4];
+  uint32_t p_regs[BLOCK_N / 16][4];
   // The last panels of the queries: shared memory is busy enough.
   uint32_t q_regs[REGISTER_QUERY_PANELS][PANEL_STEPS][4];
-  StaleRows rows;
-  Place at{0};  // of the tile whose values are due
+  LazyRowState rows;
+  StageIndex at{0};  // of the tile whose values are due
   int own = 0;  // the segment
 
   FG_DEVICE Warpgroup(const Params& p, unsigned char* smem, uint64_t* barriers)
@@ -378,7 +378,7 @@ struct Warpgroup {
 
   FG_DEVICE Segment& segment() const {
     uint32_t index = own;
-    tie_registers(index);  // its place is worked out anew each time, too
+    pin_registers(index);  // its address is computed anew each time, too
     return segment_at(smem, index);
   }
   FG_DEVICE float* subtrahends() const { return reinterpret_cast<float*>(smem + SMEM_REFERENCES) + lane_row; }
@@ -404,34 +404,34 @@ struct Warpgroup {
     mbarrier_wait_parity(barriers + Q_FULL, own & 1);
   }
 
-  // The scores of the tile at `place`, each piece when it has landed.
-  FG_DEVICE void make_scores(const Place& place) {
-    constexpr int PANELS = SLOT_COLS / 64;
+  // The QK product of the tile at `stage`, each sub-tile when it has landed.
+  FG_DEVICE void make_scores(const StageIndex& stage) {
+    constexpr int PANELS = SUB_TILE_COLS / 64;
     uint64_t q = AlongColumns<QueryTile>::descriptor(smem + SMEM_Q);
-    tie_registers(q);  // or the compiler would work all steps out beforehand, and have no room for them
-    // The products overwrite s; but the fence would keep the weights of the tile before until here.
+    pin_registers(q);  // or the compiler would work all steps out beforehand, and have no room for them
+    // The products overwrite s; but the fence would keep P of the tile before alive until here.
     fill_zero(s);
     wgmma_fence(registers_of(s), q_regs);
 #pragma unroll
-    for (int piece = 0; piece < (HEAD_DIM_QK + SLOT_COLS - 1) / SLOT_COLS; ++piece) {
+    for (int sub_tile = 0; sub_tile < (HEAD_DIM_QK + SUB_TILE_COLS - 1) / SUB_TILE_COLS; ++sub_tile) {
       uint64_t keys;
-      if (piece < SLOTS_PER_TILE) {
-        mbarrier_wait_parity(barriers + SLOT_FULL + place.slot(piece), place.slot_round(piece));
-        keys = wgmma_descriptor_advance<SlotTile::BYTES>(
-            AlongColumns<SlotTile>::descriptor(smem + SMEM_SLOTS), place.slot(piece));
+      if (sub_tile < SUB_TILES) {
+        mbarrier_wait_parity(barriers + KV_FULL + stage.kv(sub_tile), stage.kv_phase(sub_tile));
+        keys = wgmma_descriptor_advance<SubTile::BYTES>(
+            AlongColumns<SubTile>::descriptor(smem + SMEM_KV), stage.kv(sub_tile));
       }
-      if (piece == SLOTS_PER_TILE) {
-        mbarrier_wait_parity(barriers + PAIR_FULL + place.pair(), place.pair_round());
-        keys = wgmma_descriptor_advance<PairTile::BYTES>(
-            AlongColumns<PairTile>::descriptor(smem + SMEM_PAIR), place.pair());
+      if (sub_tile == SUB_TILES) {
+        mbarrier_wait_parity(barriers + ROPE_P_FULL + stage.rope_p(), stage.rope_p_phase());
+        keys = wgmma_descriptor_advance<RopePTile::BYTES>(
+            AlongColumns<RopePTile>::descriptor(smem + SMEM_ROPE_P), stage.rope_p());
       }
-      tie_registers(keys);
+      pin_registers(keys);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < PANELS; ++i) {
-        const int panel = piece * PANELS + i;
+        const int panel = sub_tile * PANELS + i;
         uint64_t key_steps[PANEL_STEPS];
-        fill_steps<AlongColumns<SlotTile>>(key_steps, keys, i * PANEL_STEPS);
+        fill_steps<AlongColumns<SubTile>>(key_steps, keys, i * PANEL_STEPS);
         if (panel < SMEM_QUERY_PANELS) {
           uint64_t q_steps[PANEL_STEPS];
           fill_steps<AlongColumns<QueryTile>>(q_steps, q, panel * PANEL_STEPS);
@@ -446,34 +446,34 @@ struct Warpgroup {
     wgmma_wait<0>(registers_of(s), q_regs);
   }
 
-  // A warpgroup's half of the tile at `at`: slots that lie side by side.
+  // A warpgroup's half of the tile at `at`: KV stages that lie side by side.
   FG_DEVICE uint64_t values_of(int which) const {
-    uint64_t values = wgmma_descriptor_advance<SlotTile::BYTES>(
-        AlongRows<SlotTile>::descriptor(smem + SMEM_SLOTS), at.anew().slot(which * SLOTS_PER_HALF));
-    tie_registers(values);
+    uint64_t values = wgmma_descriptor_advance<SubTile::BYTES>(
+        AlongRows<SubTile>::descriptor(smem + SMEM_KV), at.anew().kv(which * HALF_SUB_TILES));
+    pin_registers(values);
     return values;
   }
 
-  // Starts the values of the own tile at `at`.
+  // Starts the PV product of the own tile at `at`.
   FG_DEVICE void start_own_values(int which, bool first) {
     const uint64_t values = values_of(which);
-    wgmma_fence(registers_of(o), weights);
+    wgmma_fence(registers_of(o), p_regs);
     uint64_t value_steps[PANEL_STEPS];
-    fill_steps<AlongRows<SlotTile>>(value_steps, values);
-    wgmma_rs<HALF_COLS, MN_MAJOR>(Element{}, registers_of(o), weights, value_steps, !first);
+    fill_steps<AlongRows<SubTile>>(value_steps, values);
+    wgmma_rs<HALF_COLS, MN_MAJOR>(Element{}, registers_of(o), p_regs, value_steps, !first);
     wgmma_commit();
   }
 
-  // ... and of the other warpgroup's, once its weights are there.
+  // Starts the PV product of the other warpgroup's tile, once its P has been stored.
   FG_DEVICE void start_others_values(int which, bool first) {
-    mbarrier_wait_parity(barriers + WEIGHTS_FULL + at.pair(), at.pair_round());
-    const float* const subtrahend = subtrahends() + at.pair() * BLOCK_M;
+    mbarrier_wait_parity(barriers + P_FULL + at.rope_p(), at.rope_p_phase());
+    const float* const subtrahend = subtrahends() + at.rope_p() * BLOCK_M;
     if (first) {
-      rows = StaleRows();
+      rows = LazyRowState();
 #pragma unroll
       for (int h = 0; h < 2; ++h) rows.subtrahend[0][h] = subtrahend[8 * h];
       rows.see_far();
-    } else if (first_lane(raised()[at.pair() * 4]) != 0) {
+    } else if (first_lane(raised()[at.rope_p() * 4]) != 0) {
       Rescale rescale;
       rescale.any = true;
 #pragma unroll
@@ -486,62 +486,62 @@ struct Warpgroup {
       rows.see_far();
       rescale.apply(o);
     }
-    uint64_t theirs = wgmma_descriptor_advance<PairTile::BYTES>(
-        AlongColumns<PairTile>::descriptor(smem + SMEM_PAIR), at.pair());
-    tie_registers(theirs);
+    uint64_t theirs = wgmma_descriptor_advance<RopePTile::BYTES>(
+        AlongColumns<RopePTile>::descriptor(smem + SMEM_ROPE_P), at.rope_p());
+    pin_registers(theirs);
     const uint64_t values = values_of(which);
     wgmma_fence(registers_of(o));
-    uint64_t weight_steps[PANEL_STEPS], value_steps[PANEL_STEPS];
-    fill_steps<AlongColumns<PairTile>>(weight_steps, theirs);
-    fill_steps<AlongRows<SlotTile>>(value_steps, values);
-    wgmma_ss<HALF_COLS, K_MAJOR, MN_MAJOR>(Element{}, registers_of(o), weight_steps, value_steps, !first);
+    uint64_t p_steps[PANEL_STEPS], value_steps[PANEL_STEPS];
+    fill_steps<AlongColumns<RopePTile>>(p_steps, theirs);
+    fill_steps<AlongRows<SubTile>>(value_steps, values);
+    wgmma_ss<HALF_COLS, K_MAJOR, MN_MAJOR>(Element{}, registers_of(o), p_steps, value_steps, !first);
     wgmma_commit();
   }
 
-  // Waits for values, and goes on to the next tile. `others`: the place of their weights is free, too.
+  // Waits for a PV product, and goes on to the next tile. `others`: frees the buffer of its P, too.
   FG_DEVICE void end_values(int which, bool others) {
-    wgmma_wait<0>(registers_of(o), weights);
+    wgmma_wait<0>(registers_of(o), p_regs);
 #pragma unroll
-    for (int piece = 0; piece < SLOTS_PER_HALF; ++piece)
-      release(barriers + SLOT_EMPTY + at.anew().slot(which * SLOTS_PER_HALF + piece));
-    if (others) release(barriers + PAIR_EMPTY + at.anew().pair());
+    for (int sub_tile = 0; sub_tile < HALF_SUB_TILES; ++sub_tile)
+      release(barriers + KV_EMPTY + at.anew().kv(which * HALF_SUB_TILES + sub_tile));
+    if (others) release(barriers + ROPE_P_EMPTY + at.anew().rope_p());
     ++at.tile;
   }
 
-  // Scores to weights, here and in shared memory for the other warpgroup. `keys`: of the request, from the
-  // tile's first on; `first`: of its segment.
-  FG_DEVICE Rescale make_weights(const Place& place, int keys, bool first) {
-    if (first) rows = StaleRows::unseen();
-    if (keys - p.hidden_keys < BLOCK_N) {
+  // S to P, here and in shared memory for the other warpgroup. `keys`: of the request, from the tile's first
+  // on; `first`: of its segment.
+  FG_DEVICE Rescale make_p(const StageIndex& stage, int keys, bool first) {
+    if (first) rows = LazyRowState::unseen();
+    if (keys - p.masked_keys < BLOCK_N) {
       const Visible visible(p, keys, segment().first_row + lane_row);
-      if (p.hidden_keys > 0)
-        spread_nonfinite<Element, HALF_COLS>(rows, smem, place, visible, max_int(keys - p.hidden_keys, 0),
+      if (p.masked_keys > 0)
+        spread_nonfinite<Element, HALF_COLS>(rows, smem, stage, visible, max_int(keys - p.masked_keys, 0),
                                              min_int(keys, BLOCK_N));
-      hide_keys(s, visible, 2 * (lane % 4));
+      mask_keys(s, visible, 2 * (lane % 4));
     }
-    const Rescale rescale = relate_checked<Element>(s, rows, p.scale_log2);
+    const Rescale rescale = subtract_and_check<Element>(s, rows, p.scale_log2);
     exponentiate(s, rows);
-    pack_weights<Element>(weights, s);
-    bar_sync_at<128>(SCORES_BARRIER + half);  // the products of all warps have read the rotary columns
-    store_weights<PairTile>(smem + SMEM_PAIR + place.pair() * PairTile::BYTES, weights);
+    pack_p<Element>(p_regs, s);
+    bar_sync_at<128>(SCORES_BARRIER + half);  // the products of all warps have read the RoPE columns
+    store_p_tile<RopePTile>(smem + SMEM_ROPE_P + stage.rope_p() * RopePTile::BYTES, p_regs);
     if (lane % 4 == 0 && (first || rescale.any)) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) subtrahends()[place.pair() * BLOCK_M + 8 * h] = rows.subtrahend[0][h];
+      for (int h = 0; h < 2; ++h) subtrahends()[stage.rope_p() * BLOCK_M + 8 * h] = rows.subtrahend[0][h];
     }
-    if (lane == 0) raised()[place.pair() * 4] = rescale.any;
-    if (keys - p.hidden_keys < BLOCK_N) {
-      silence_nonfinite<Element, HALF_COLS>(smem, place, max_int(keys - p.hidden_keys, 0),
-                                            min_int(keys, BLOCK_N));
+    if (lane == 0) raised()[stage.rope_p() * 4] = rescale.any;
+    if (keys - p.masked_keys < BLOCK_N) {
+      zero_nonfinite<Element, HALF_COLS>(smem, stage, max_int(keys - p.masked_keys, 0),
+                                         min_int(keys, BLOCK_N));
 #pragma unroll 1
-      for (int piece = 0; piece < SLOTS_PER_TILE; ++piece)
-        clear_rows<SlotTile>(smem + SMEM_SLOTS + place.slot(piece) * SlotTile::BYTES, max_int(keys, 0));
+      for (int sub_tile = 0; sub_tile < SUB_TILES; ++sub_tile)
+        clear_rows<SubTile>(smem + SMEM_KV + stage.kv(sub_tile) * SubTile::BYTES, max_int(keys, 0));
     }
     fence_proxy_async_shared();
     sync_warp();
-    release(barriers + WEIGHTS_FULL + place.pair());
+    release(barriers + P_FULL + stage.rope_p());
     // Rows that other warps clear, before the own values.
-    if (keys - p.hidden_keys < BLOCK_N)
-      mbarrier_wait_parity(barriers + WEIGHTS_FULL + place.pair(), place.pair_round());
+    if (keys - p.masked_keys < BLOCK_N)
+      mbarrier_wait_parity(barriers + P_FULL + stage.rope_p(), stage.rope_p_phase());
     return rescale;
   }
 
@@ -554,9 +554,9 @@ struct Warpgroup {
     int keys = first_lane(segment.keys) - first_lane(segment.first_tile) * BLOCK_N;
     for (int tile = 0; tile < tiles; tile += 2, keys -= 2 * BLOCK_N) {
       make_scores(at.anew());
-      if (tile + 1 < tiles) bar_arrive<TURN_BARRIER, 256>();
+      if (tile + 1 < tiles) bar_arrive<PINGPONG_BARRIER, 256>();
       if (tile + 2 >= tiles) release(barriers + Q_EMPTY);  // these were the last scores
-      const Rescale rescale = make_weights(at.anew(), keys, tile == 0);
+      const Rescale rescale = make_p(at.anew(), keys, tile == 0);
       if (tile > 0) rescale.apply(o);
       start_own_values(0, tile == 0);
       end_values(0, false);
@@ -572,11 +572,11 @@ struct Warpgroup {
     if (tiles == 1) release(barriers + Q_EMPTY);
     int tile = 0;
     for (; tile + 1 < tiles; tile += 2, keys -= 2 * BLOCK_N) {
-      bar_sync<TURN_BARRIER, 256>();
+      bar_sync<PINGPONG_BARRIER, 256>();
       make_scores(at.anew(1));
       if (tile + 3 >= tiles) release(barriers + Q_EMPTY);
       start_others_values(1, tile == 0);
-      const Rescale rescale = make_weights(at.anew(1), keys, false);
+      const Rescale rescale = make_p(at.anew(1), keys, false);
       end_values(1, true);
       rescale.apply(o);
       bar_sync<VALUES_BARRIER, 256>();
@@ -591,7 +591,7 @@ struct Warpgroup {
 
   FG_DEVICE void run() {
     while (true) {
-      mbarrier_wait_parity(barriers + ANNOUNCED, own & 1);
+      mbarrier_wait_parity(barriers + SEGMENT_FULL, own & 1);
       if (first_lane(segment().request) < 0) break;
       read_queries();
       if (half == 0) left_tiles(segment());
@@ -603,19 +603,19 @@ struct Warpgroup {
   }
 };
 
-// By one warp, which shows the barriers to the copy engine. One lane does it: the instruction takes an
+// By one warp, which shows the barriers to TMA. One lane does it: the instruction takes an
 // address that is the same in the whole warp, so lanes with an address each would make it a loop.
 FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
   if (threadIdx.x % WARP_SIZE == 0) {
-    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + SLOT_FULL + i, 1);
-    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + SLOT_EMPTY + i, 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PAIR_FULL + i, 1);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PAIR_EMPTY + i, 4);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + WEIGHTS_FULL + i, 4);
-    for (int i = 0; i < 1; ++i) mbarrier_init(barriers + ANNOUNCED + i, 1);
+    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + KV_FULL + i, 1);
+    for (int i = 0; i < 10; ++i) mbarrier_init(barriers + KV_EMPTY + i, 4);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + ROPE_P_FULL + i, 1);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + ROPE_P_EMPTY + i, 4);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + P_FULL + i, 4);
+    for (int i = 0; i < 1; ++i) mbarrier_init(barriers + SEGMENT_FULL + i, 1);
     for (int i = 0; i < 1; ++i) mbarrier_init(barriers + Q_FULL + i, 1);
     for (int i = 0; i < 1; ++i) mbarrier_init(barriers + Q_EMPTY + i, 8);
-    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + PARTS_FULL + i, 1);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + SPLITS_FULL + i, 1);
     fence_mbarrier_init();
   }
 }
@@ -630,7 +630,7 @@ mla_h100_bf16_d576v512_paged64(const __grid_constant__ Params p) {
   if (first_lane(threadIdx.x / 128) == 0) {
     setmaxnreg_dec<LOAD_REGISTERS>();
     load(p, smem, barriers);
-    if (threadIdx.x == 0) watch_parts(p, barriers);
+    if (threadIdx.x == 0) watch_splits(p, barriers);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
     griddepcontrol_wait();

@@ -6,7 +6,7 @@ itself stays as it is and narrows the grid. Whatever is dropped is counted under
 
 The model counts clocks of one SM, averaged over the SMs of the target's card, for each problem:
 
-- tensor cores: products of whole tiles, so that rows and keys past the end and hidden keys of masked tiles count;
+- tensor cores: products of whole tiles, so that rows and keys past the end and masked keys of masked tiles count;
 - exponential unit and issue slots: of the scores of those tiles, at the rates of counts.py;
 - shared memory: operands read by each wgmma or ldmatrix, and tiles written by the copies, at 128 bytes per clock;
 - L2: k and v once per query tile, q and out once, at 32 bytes per clock and SM.
@@ -63,7 +63,7 @@ DEFAULT_WINDOW = (1024, 0)        # of those, for variants with a window
 # What a refusal is counted under, by a word of its text; the first that occurs.
 _REFUSALS = {"registers": "more registers than a thread has", "shared memory": "more shared memory than there is",
              "threads": "more threads than fit", "fragments": "query rows that the warps cannot share out",
-             "pingpong": "turns of a single warpgroup", "p_operand": "key tiles that panels of weights do not divide"}
+             "pingpong": "turns of a single warpgroup", "p_operand": "key tiles that panels of P do not divide"}
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ def _text(c: Check) -> Iterator[str]:
     if not trees:
         yield f"  no expressions; mask {dict(c.plan.slots)['mask']}"
     if c.spec.normalize == NONE:
-        yield "  weights are the scores themselves: no softmax, no lse"
+        yield "  P is the scores themselves: no softmax, no lse"
     if c.tiles is None:
         yield "  a window's bounds come with each call: flashgen explain --problem window=1023,0 counts"
     else:

@@ -84,7 +84,7 @@ class Work:
     whole tiles with their padding, which is what the tensor cores run."""
 
     tiles: TileCounts      # of one head and sequence
-    tiles_full_mask: int   # KV tiles of one head and sequence if nothing were hidden
+    tiles_full_mask: int   # KV tiles of one head and sequence if nothing were masked
     query_tiles: int       # over all heads and sequences
     waves: float           # query tiles over the blocks that are resident at once
     pairs: int             # visible, over all heads and sequences
@@ -127,7 +127,7 @@ class Counts:
     shape: Shape
     registers_max: int       # per thread, from the launch bounds
     registers: int | None    # per thread of a build, None if there is none
-    need: RegisterNeed | None  # of a thread that multiplies, at least; None for kernels without wgmma
+    need: RegisterNeed | None  # of a consumer thread, at least; None for kernels without wgmma
     work: Work
     traffic: Traffic
     roofline: Roofline
@@ -158,7 +158,7 @@ def count(plan: Plan, spec: Spec, shape: Shape, *, registers: int | None, varian
     need = None
     if plan.wgmma_shapes:
         need = register_need(plan.constant("BLOCK_N"), plan.constant("MMA_COLS_V"),
-                             dict(plan.slots).get("weights", "registers"))
+                             dict(plan.slots).get("p_operand", "registers"))
     return Counts(plan, shape, registers_max, registers, need, work, traffic,
                   _roofline(work, traffic, target.device, bool(plan.wgmma_shapes)), variants, seen.unknown,
                   seen.exact)

@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flashgen.codegen.expr.spans import HIDDEN, SEEN, Span, Value, compiled
+from flashgen.codegen.expr.spans import MASKED, VISIBLE, Span, Value, compiled
 from flashgen.codegen.expr.tree import Expr, Index, Name, Op, walk
 from flashgen.codegen.mask import TileCounts, query_tiles
 
 SKIP, PARTIAL, FULL = 0, 1, 2
-_CLASS = {SEEN: FULL, HIDDEN: SKIP, SEEN | HIDDEN: PARTIAL}
+_CLASS = {VISIBLE: FULL, MASKED: SKIP, VISIBLE | MASKED: PARTIAL}
 MAX_BOXES = 200_000  # looked at for pairs, before an upper bound has to do
 
 
@@ -94,7 +94,7 @@ def tile_map(question: Question, block_m: int, block_n: int, group: int = 0) -> 
         r0, r1, c0, c1 = boxes.pop()
         q = (question.first + queries[r0][0], question.first + queries[r1 - 1][1])
         found = bits(q, (c0 * block_n, min(c1 * block_n, question.seqlen_kv) - 1))
-        if found == SEEN | HIDDEN and (r1 - r0, c1 - c0) != (1, 1):
+        if found == VISIBLE | MASKED and (r1 - r0, c1 - c0) != (1, 1):
             boxes += _halves(r0, r1, c0, c1)
             continue
         for row in range(r0, r1):
@@ -119,11 +119,11 @@ def pairs_of(question: Question, tiles: TileMap) -> tuple[int, bool]:
         span: Span = (question.first + r0, question.first + r1 - 1)
         found = bits(span, (c0, c1 - 1))
         size = (r1 - r0) * (c1 - c0)
-        if found == SEEN | HIDDEN and size > 1 and looked < MAX_BOXES:
+        if found == VISIBLE | MASKED and size > 1 and looked < MAX_BOXES:
             boxes += _halves(r0, r1, c0, c1)
-        elif found & SEEN:
+        elif found & VISIBLE:
             total += size
-            exact &= found == SEEN
+            exact &= found == VISIBLE
     return min(total, tiles.pairs), exact
 
 

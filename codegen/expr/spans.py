@@ -11,9 +11,9 @@ from typing import Any, Union
 from flashgen.codegen.expr.canon import canonical
 from flashgen.codegen.expr.tree import INT_MAX, INT_MIN, Const, Expr, Index, Name, Op, const, walk
 
-SEEN, HIDDEN = 1, 2
+VISIBLE, MASKED = 1, 2
 _POSITIONS = ("q_pos", "kv_pos")  # no parameter has these names
-BOTH = SEEN | HIDDEN
+BOTH = VISIBLE | MASKED
 Span = tuple[int, int]
 # A tensor's elements by the spans of its indices; a name's value. None: not known.
 Elements = Callable[[list[Span]], Span]
@@ -68,31 +68,31 @@ def _mod(a: Span, b: Span) -> Span:
 
 
 def _lt(a: Span, b: Span) -> int:
-    return (SEEN if a[0] < b[1] else 0) | (HIDDEN if a[1] >= b[0] else 0)
+    return (VISIBLE if a[0] < b[1] else 0) | (MASKED if a[1] >= b[0] else 0)
 
 
 def _eq(a: Span, b: Span) -> int:
-    return (SEEN if a[0] <= b[1] and b[0] <= a[1] else 0) | (0 if a == b and a[0] == a[1] else HIDDEN)
+    return (VISIBLE if a[0] <= b[1] and b[0] <= a[1] else 0) | (0 if a == b and a[0] == a[1] else MASKED)
 
 
 def _not(a: int) -> int:
-    return (a & SEEN) << 1 | a >> 1
+    return (a & VISIBLE) << 1 | a >> 1
 
 
 def _and(a: int, b: int) -> int:
-    return (a & b & SEEN) | ((a | b) & HIDDEN)
+    return (a & b & VISIBLE) | ((a | b) & MASKED)
 
 
 def _or(a: int, b: int) -> int:
-    return ((a | b) & SEEN) | (a & b & HIDDEN)
+    return ((a | b) & VISIBLE) | (a & b & MASKED)
 
 
 def _truth_select(c: int, a: int, b: int) -> int:
-    return (a if c & SEEN else 0) | (b if c & HIDDEN else 0)
+    return (a if c & VISIBLE else 0) | (b if c & MASKED else 0)
 
 
 def _span_select(c: int, a: Span, b: Span) -> Span:
-    return a if c == SEEN else b if c == HIDDEN else (min(a[0], b[0]), max(a[1], b[1]))
+    return a if c == VISIBLE else b if c == MASKED else (min(a[0], b[0]), max(a[1], b[1]))
 
 
 _SPANS: dict[str, Callable[..., Span]] = {
@@ -139,15 +139,15 @@ class _Compiler:
     def truth(self, tree: Expr) -> _Node:
         tree = self.settled(tree)
         if isinstance(tree, Const):
-            bits = SEEN if tree.value else HIDDEN
+            bits = VISIBLE if tree.value else MASKED
             return lambda q, kv: bits
         if isinstance(tree, Name):
             value = self.values.get(tree.name)
-            known = BOTH if value is None else SEEN if value else HIDDEN
+            known = BOTH if value is None else VISIBLE if value else MASKED
             return lambda q, kv: known
         if isinstance(tree, Index):
             elements = self.elements(tree)
-            return lambda q, kv: {(0, 0): HIDDEN, (1, 1): SEEN}.get(elements(q, kv), BOTH)
+            return lambda q, kv: {(0, 0): MASKED, (1, 1): VISIBLE}.get(elements(q, kv), BOTH)
         if tree.op in ("and", "or"):
             return _chained(_and if tree.op == "and" else _or, [self.truth(arg) for arg in tree.args])
         if tree.op == "not":

@@ -17,7 +17,7 @@ _PACKED = ("total_q", "total_kv")
 
 @dataclass(frozen=True)
 class TileClass:
-    """`text`: a C++ expression over rows.q_span, kv_span and names, of bits SEEN and HIDDEN. It reads members
+    """`text`: a C++ expression over rows.q_span, kv_span and names, of bits VISIBLE and MASKED. It reads members
     of `rows`: (type, name, text) of parts that read tensors and hang on no key, worked out once for some rows."""
 
     text: str
@@ -57,7 +57,7 @@ class _Printer:
 
     def make_truth(self, tree: Expr) -> str:
         if isinstance(tree, Const):
-            return "SEEN" if tree.value else "HIDDEN"
+            return "VISIBLE" if tree.value else "MASKED"
         if not _reads_positions(tree):
             return f"truth_of({to_cuda(tree, self.names)})"
         if isinstance(tree, Index):
@@ -70,7 +70,7 @@ class _Printer:
             return f"{name}({', '.join(self.truth(arg) for arg in tree.args)})"
         kind = tree.args[0].type
         if kind == "float":
-            return "SEEN | HIDDEN"
+            return "VISIBLE | MASKED"
         sides = ", ".join((self.truth if kind == "bool" else self.span)(arg) for arg in tree.args)
         if tree.op == "ne":
             return f"truth_not({'truth' if kind == 'bool' else 'span'}_eq({sides}))"

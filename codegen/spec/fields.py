@@ -115,7 +115,7 @@ class Common(_Frozen):
     sink: Annotated[Literal["none", "per_head"], _row(
         "per_head: a logit for each query head, parameter sink, that joins the denominator and lse")] = "none"
     normalize: Annotated[Literal["softmax", "none"], _row(
-        "none: the weight of a visible key is its score itself, after the expression; needs lse: false")] = "softmax"
+        "none: P of a visible key is its score itself, after the expression; needs lse: false")] = "softmax"
     lse: Annotated[bool, _row("the kernel can write lse")] = True
     batch_invariant: Annotated[bool, _row("a request's bits do not depend on its neighbours in the batch")] = False
     tile: Annotated[Tile | None, _row("block tile; nothing means that the plan decides", override=True)] = None

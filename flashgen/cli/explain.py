@@ -45,12 +45,12 @@ def _launched(explanation: Explanation) -> str:
                   window=shape.window)
     [step] = program_of(plan, sizes, explanation.target.device.num_sms).steps
     values = {name: int(value) for name, value in step.values.items()}
-    rows, most, parts = values["block_rows"], plan.constant("BLOCK_M"), values["max_parts"]
+    rows, most, splits = values["block_rows"], plan.constant("BLOCK_M"), values["max_splits"]
     above = f", where the work above has {most}," if rows < most else ","
-    cut = (f": the keys of {values['num_tiles'] - values['full_tiles']} tiles in up to {parts} parts" if parts > 1
-           else ", none cut along its keys")
+    cut = (f": the keys of {values['num_tiles'] - values['full_tiles']} tiles in up to {splits} splits" if splits > 1
+           else ", none split along its keys")
     return (f"launch\n  {step.grid_x} blocks of {step.threads} threads: query tiles of {rows} rows{above} by "
-            f"{rows // WARPGROUP_ROWS} of {most // WARPGROUP_ROWS} warpgroups\n  {values['num_units']} units of work"
+            f"{rows // WARPGROUP_ROWS} of {most // WARPGROUP_ROWS} warpgroups\n  {values['num_work_tiles']} work tiles"
             f"{cut}\n")
 
 

@@ -1,4 +1,4 @@
-"""Tensor maps: how the copy engine of compute capability 9.0 and later sees q, k, v and out. No torch.
+"""Tensor maps: how TMA of compute capability 9.0 and later sees q, k, v and out. No torch.
 
 A map is [head_dim, rows, heads, batch] with the contiguous dimension first (varlen: batch 1), byte strides of all but
 that one, and the box of one copy. It holds the tensor's address, so it is encoded where the launch's parameters lie and

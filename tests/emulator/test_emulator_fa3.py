@@ -62,7 +62,7 @@ def test_the_plans_cover_the_families_of_kernels() -> None:
              dict(plan.slots)["coordinates"], spec.split, spec.pack_gqa, spec.dtype) for spec, plan in PLANS}
     assert len(seen) == len(PLANS) == 6 * 2 * (3 * 2 + 2 * 2)  # head dims, dtypes; masks, layouts; masks, packed
     flags = [dict(plan.flags) for _, plan in PLANS]
-    for flag in ("pingpong", "over_queries", "tickets", "stores_rows", "packed", "poisonable"):
+    for flag in ("pingpong", "over_queries", "tile_counter", "stores_rows", "pack_gqa", "filters_nonfinite"):
         assert {f[flag] for f in flags} == {False, True}, flag
 
 
@@ -170,7 +170,7 @@ def test_lengths_at_the_edges_side_by_side(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize("sms", [1, 2, 5, 13, 60])
 @pytest.mark.parametrize("variant", ["causal_split", "split", "window", "varlen"])
 def test_grids_of_any_size(variant: str, sms: int) -> None:
-    """From one block that does everything to more SMs than there are units: tickets, parts and counters add up."""
+    """From one block for all to more SMs than there are work tiles: tile counter, splits and arrivals add up."""
     spec = small(split="split" in variant, causal="causal" in variant, window=variant == "window",
                  kv_layout="varlen" if variant == "varlen" else "dense", tile={"m": 128, "n": 16})
     window = (40, 30) if spec.window else (-1, -1)
@@ -181,33 +181,33 @@ def test_grids_of_any_size(variant: str, sms: int) -> None:
             solve(spec, problem.make_inputs(), Schedule(policy, sms, resident=1 + sms % 4), f"{policy}, {sms} SMs")
 
 
-@pytest.mark.parametrize("tiles_per_part", [1, 2, 3])
+@pytest.mark.parametrize("tiles_per_split", [1, 2, 3])
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
-def test_any_number_of_parts(causal: bool | str, tiles_per_part: int) -> None:
+def test_any_number_of_parts(causal: bool | str, tiles_per_split: int) -> None:
     """Up to one for each tile of keys, more than are read at once; tiles of different lengths; some of one part."""
-    def cut(num_tiles: int, lengths: dict[int, int], num_sms: int, *costs: object) -> tuple[split.Parts, float]:
+    def cut(num_tiles: int, lengths: dict[int, int], num_sms: int, *costs: object) -> tuple[split.SplitPlan, float]:
         rest = sum(lengths.values())
-        units = sum(count * -(-length // tiles_per_part) for length, count in lengths.items())
-        return split.Parts(num_tiles - rest, tiles_per_part, -(-max(lengths, default=1) // tiles_per_part),
+        units = sum(count * -(-length // tiles_per_split) for length, count in lengths.items())
+        return split.SplitPlan(num_tiles - rest, tiles_per_split, -(-max(lengths, default=1) // tiles_per_split),
                            num_tiles - rest + units), 0.0
 
     spec = small(causal=bool(causal), split=True)
     for seqlen_q, seqlen_kv in ((140, 40), (300, 100), (5, 500)):
         inputs = with_nans_in_v(problem_of(spec, seqlen_q, seqlen_kv, causal=causal).make_inputs())
-        with mock.patch.object(split, "split_tail", cut), emulated_sms(7):
-            if tiles_per_part % 2:
+        with mock.patch.object(split, "split_last_wave", cut), emulated_sms(7):
+            if tiles_per_split % 2:
                 inputs = inputs.with_(v=torch.nan_to_num(inputs.v, 0.0, 1.0, -1.0))
-            solve(spec, inputs, Schedule("random", tiles_per_part), f"parts of {seqlen_q}, {seqlen_kv}")
+            solve(spec, inputs, Schedule("random", tiles_per_split), f"parts of {seqlen_q}, {seqlen_kv}")
 
 
 def test_the_host_plans_splits_of_its_own() -> None:
-    """That the tests above reach what they are about: parts, tickets drawn, tiles set aside."""
+    """That the tests above reach what they are about: splits, tiles fetched from the counter, tiles set aside."""
     def planned(spec: Spec, tiles: int, seqlen_kv: int = 2048) -> Mapping[str, int | float]:
         return program_of(lower(spec), Sizes(1, 128 * tiles, seqlen_kv, 1, 1), 4).step("fwd").values
 
-    assert planned(small(split=True), 5)["max_parts"] > 1 and planned(small(split=True), 5)["full_tiles"] == 4
-    assert planned(small(split=True, causal=True), 2)["max_parts"] > 1
-    assert planned(small(split=True, causal=True), 5, seqlen_kv=640)["max_parts"] == 1
+    assert planned(small(split=True), 5)["max_splits"] > 1 and planned(small(split=True), 5)["full_tiles"] == 4
+    assert planned(small(split=True, causal=True), 2)["max_splits"] > 1
+    assert planned(small(split=True, causal=True), 5, seqlen_kv=640)["max_splits"] == 1
     assert planned(small(kv_layout="varlen"), 5)["num_tiles"] == 7
 
 
@@ -229,7 +229,7 @@ def test_random_problems(variant: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("changes", [{}, {"causal": True}, {"window": True}, {"split": True}, {"dtype": "fp16"}],
                          ids=str)
 def test_scores_that_grow_along_the_keys(changes: dict[str, object]) -> None:
-    """So that the reference of softmax_stale.cuh is raised again and again, in bf16 too, which waits the longest."""
+    """So that the reference of softmax_lazy.cuh is raised again and again, in bf16 too, which waits the longest."""
     spec = small(**changes)
     window = (120, 60) if spec.window else (-1, -1)
     for growth in (0.03, 0.3, 3.0):

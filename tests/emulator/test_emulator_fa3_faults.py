@@ -44,22 +44,22 @@ def _small(head_dim: int = 64, **changes: object) -> Spec:
 
 
 MUTATED: dict[str, Spec] = {
-    "turns, parts, output over queries": _small(split=True, schedule="pingpong"),
+    "turns, splits, output over queries": _small(split=True, schedule="pingpong"),
     # fp16, whose range has the reference raised by ordinary scores
-    "tickets, output over queries": _small(causal=True, schedule="overlap", dtype="fp16"),
+    "tile counter, output over queries": _small(causal=True, schedule="overlap", dtype="fp16"),
     "turns, output apart": _small(192, causal=True, q_stages=1, split=True, schedule="pingpong"),
     "packed": _small(split=True, causal=True, pack_gqa=True, schedule="overlap"),
-    "weights apart": _small(p_operand="shared", schedule="pingpong"),
+    "P in shared memory": _small(p_operand="shared", schedule="pingpong"),
     "varlen": _small(kv_layout="varlen", causal=True, q_stages=1, schedule="overlap"),
 }
 SYNCHRONISING = re.compile(
-    r"(?<![\w.>])(?:\w+\.)?(?:wait_full|wait_empty|release|release_previous|return_tickets|setmaxnreg_\w+<\w+>|"
+    r"(?<![\w.>])(?:\w+\.)?(?:wait_full|wait_empty|release|release_previous|reset_tile_counter|setmaxnreg_\w+<\w+>|"
     r"mbarrier_(?:wait_parity|arrive\w*)|fence_\w+|wgmma_(?:fence|commit|wait<\d>)|bulk_\w+(?:<[\w\s-]*>)?|"
     r"sync_(?:warp|block)|bar_(?:sync|arrive)(?:(?:_at)?<[^>]*>|_of))\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);")
 FEW = None if SOAK_RUNS else 2  # runs of each variant with what changes nothing
 # (statement, line before it, line after it): why leaving it out changes nothing.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "meet(p);"):
+    ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "wait_for_setup(p);"):
         "with fewer registers the compiler spills, and the result is the same",
 }
 
@@ -126,55 +126,58 @@ def test_the_variants_have_every_statement_of_the_templates() -> None:
     for flag in flags[0]:
         assert any(f[flag] for f in flags) or flag in ("lse", "tile_words"), flag
     assert {choice for plan in plans for choice in plan.slots} >= {
-        (slot, choice) for slot in ("rows", "order", "weights", "output", "units", "coordinates")
+        (slot, choice) for slot in ("rows", "order", "p_operand", "output", "work", "coordinates")
         for choice in {**SLOTS, **PIECES}[slot]}
 
 
 # name: (variant, file, part of the report, text, its replacement)
 FAULTS = {
     "causal off by one": (
-        "tickets, output over queries", "kernel", "error", "q_pos + diagonal,", "q_pos + diagonal + 1,"),
+        "tile counter, output over queries", "kernel", "error", "q_pos + diagonal,", "q_pos + diagonal + 1,"),
     "last tile not masked": (
-        "turns, parts, output over queries", "mask.cuh", "error",
+        "turns, splits, output over queries", "mask.cuh", "error",
         "clamp_int((top.last + 1) / BLOCK_N", "clamp_int((top.last + BLOCK_N) / BLOCK_N"),
-    "parity of a round not turned": (
-        "turns, parts, output over queries", "ring.cuh", "", "round ^= stage == 0;", ""),
+    "phase of a ring not turned": (
+        "turns, splits, output over queries", "ring.cuh", "", "phase ^= stage == 0;", ""),
     "values read as keys": (
-        "turns, parts, output over queries", "kernel", "", "descriptor(smem + SMEM_V)", "descriptor(smem + SMEM_K)"),
+        "turns, splits, output over queries", "kernel", "", "descriptor(smem + SMEM_V)", "descriptor(smem + SMEM_K)"),
     "another warpgroup's queries": (
         "turns, output apart", "kernel", "", "a.first_query[w]", "a.first_query[0]"),
     "idle warpgroups at the end": (
-        "tickets, output over queries", "query_groups.cuh", "", "+ 1 - w.m_tile) * p.warpgroups",
+        "tile counter, output over queries", "query_groups.cuh", "", "+ 1 - w.m_tile) * p.warpgroups",
         "+ 1 - w.m_tile) * p.warpgroups + 1"),
-    "output not rescaled": ("tickets, output over queries", "kernel", "error", "rescale.apply(o);", ""),
+    "output not rescaled": ("tile counter, output over queries", "kernel", "error", "rescale.apply(o);", ""),
     "sum not rescaled": (
-        "tickets, output over queries", "softmax_stale.cuh", "error", "rows.sum[0][h] *= factor;", ""),
+        "tile counter, output over queries", "softmax_lazy.cuh", "error", "rows.sum[0][h] *= factor;", ""),
     "reference never raised": (
-        "tickets, output over queries", "stale_weights.cuh", "", "rows.far || fmaxf(sums[0], sums[1]) >",
+        "tile counter, output over queries", "softmax_lazy_exp.cuh", "", "rows.far || fmaxf(sums[0], sums[1]) >",
         "rows.far || 0.0f * fmaxf(sums[0], sums[1]) >"),
-    "weights of another warpgroup": (
-        "weights apart", "kernel", "", "warpgroup * WeightTile::BYTES", "0 * warpgroup * WeightTile::BYTES"),
-    "parts not weighted": (
-        "turns, parts, output over queries", "merge.cuh", "error", "fmaf(weight, columns", "fmaf(1.0f, columns"),
+    "P of another warpgroup": (
+        "P in shared memory", "kernel", "", "warpgroup * PTile::BYTES", "0 * warpgroup * PTile::BYTES"),
+    "splits not weighted": (
+        "turns, splits, output over queries", "merge_per_warp.cuh", "error",
+        "fmaf(weight, columns", "fmaf(1.0f, columns"),
     "arrivals not put back": (
-        "turns, parts, output over queries", "merge.cuh", "leaves counter", "arrivals[i] = 0;", ""),
-    "one part left out": (
-        "turns, parts, output over queries", "merge.cuh", "error",
-        "for (int begin = 0; begin < parts;", "for (int begin = 1; begin < parts;"),
+        "turns, splits, output over queries", "merge_per_warp.cuh", "leaves counter", "arrivals[i] = 0;", ""),
+    "one split left out": (
+        "turns, splits, output over queries", "merge_per_warp.cuh", "error",
+        "for (int begin = 0; begin < splits;", "for (int begin = 1; begin < splits;"),
     "blocks that are done not put back": (
-        "turns, parts, output over queries", "merge.cuh", "leaves counter", "*done = 0;", ";"),
-    "parts not waited for": (
-        "turns, parts, output over queries", "kernel", "", "parts * 4 * p.warpgroups);\n",
-        "parts * 4 * p.warpgroups - 1);\n"),
-    "a part of the wrong tile": (
-        "turns, parts, output over queries", "kernel", "", "p.counters + ARRIVALS + a.tail", "p.counters + ARRIVALS"),
+        "turns, splits, output over queries", "merge_per_warp.cuh", "leaves counter", "*done = 0;", ";"),
+    "splits not waited for": (
+        "turns, splits, output over queries", "kernel", "", "splits * 4 * p.warpgroups);\n",
+        "splits * 4 * p.warpgroups - 1);\n"),
+    "a split of the wrong tile": (
+        "turns, splits, output over queries", "kernel", "",
+        "p.counters + ARRIVALS + a.split_tile", "p.counters + ARRIVALS"),
     "rows of another head": ("packed", "kernel", "", "head = row % p.heads_per_kv_head", "head = 0"),
     "rows are queries": ("packed", "kernel", "error", "row = row / p.heads_per_kv_head;", ""),
     "the first masked tile": (
         "turns, output apart", "kernel", "", "if (tile >= tiles.full_end)", "if (tile > tiles.full_end)"),
     "quotients of divisors": ("packed", "divisor.cuh", "", ">> 32 >> by.shift", ">> 32 >> by.shift + 1"),
     "rows that hold no query": (
-        "packed", "kernel", "", "int row = p.group_queries * p.heads_per_kv_head; row < 64", "int row = 64; row < 64"),
+        "packed", "kernel", "", "int row = p.queries_per_warpgroup * p.heads_per_kv_head; row < 64",
+        "int row = 64; row < 64"),
     "rows of the next sequence overwritten": (
         "varlen", "kernel", "", "constexpr int STORED_ROWS = 16;", "constexpr int STORED_ROWS = 1;"),
     "a sequence's own rows": ("varlen", "kernel", "", "return w.kv_begin;", "return w.kv_begin + 1;"),
@@ -184,16 +187,17 @@ FAULTS = {
     "the image of a row not awaited": (
         "varlen", "store_rows.cuh", "", "    sync_warp();\n    store(panel, target);", "    store(panel, target);"),
     "NaN not looked for": (
-        "tickets, output over queries", "nonfinite.cuh", "NaN",
+        "tile counter, output over queries", "nonfinite.cuh", "NaN",
         "!any_in_warp(((zeros[0] | zeros[1])", "!any_in_warp((0"),
-    "NaN of hidden keys added": (
-        "tickets, output over queries", "nonfinite.cuh", "NaN",
+    "NaN of masked keys added": (
+        "tile counter, output over queries", "nonfinite.cuh", "NaN",
         "holds(visible(q_pos + 8 * h), key);", "holds(visible(q_pos + 8 * h), key - 1);"),
-    "NaN put back before the output": (
+    "NaN added before the output": (
         "varlen", "kernel", "", "if (lane == 0) bulk_wait<0>();  // the output is there", ""),
-    "NaN not put back": ("varlen", "kernel", "NaN", "return a.poisoned[0] + a.poisoned[1] != 0", "return false"),
-    "a ticket drawn twice": (
-        "tickets, output over queries", "kernel", "", "gridDim.x + draw_ticket(p.counters)", "gridDim.x"),
+    "NaN not added to the output": (
+        "varlen", "kernel", "NaN", "return a.found_nonfinite[0] + a.found_nonfinite[1] != 0", "return false"),
+    "a work tile fetched twice": (
+        "tile counter, output over queries", "kernel", "", "gridDim.x + fetch_next_work(p.counters)", "gridDim.x"),
 }
 
 
@@ -201,9 +205,9 @@ FAULTS = {
 FAULTS_OF_FEW = {
     "arrivals of all that there could be": ("kernel", "K_EMPTY + i, 4 * p.warpgroups)",
                                             "K_EMPTY + i, 4 * WARPGROUPS)"),
-    "parts of all that there could be": ("kernel", "parts * 4 * p.warpgroups)", "parts * SLABS)"),
+    "splits of all that there could be": ("kernel", "splits * 4 * p.warpgroups)", "splits * PARTIAL_TILES)"),
     "queries of all that there could be": ("kernel", "int w = 0; w < p.warpgroups", "int w = 0; w < WARPGROUPS"),
-    "a turn for two": ("kernel", "bar_arrive_of(next_turn, p.turn_threads)", "bar_arrive_of(next_turn, 256)"),
+    "a turn for two": ("kernel", "bar_arrive_of(next_turn, p.pingpong_threads)", "bar_arrive_of(next_turn, 256)"),
     "a start for more than there are": ("kernel", "p.block_rows * 2 + 128", "NUM_THREADS"),
     "tiles as tall as they could be": ("query_groups.cuh", "64 * (groups - 1) / p.block_rows + 1",
                                        "(groups - 1) / 2 + 1"),
@@ -213,7 +217,7 @@ FAULTS_OF_FEW = {
 @pytest.mark.parametrize("name", FAULTS_OF_FEW)
 def test_a_fault_of_few_warpgroups_is_caught(name: str) -> None:
     with tiles_of_warpgroups(1), emulated_sms(5):  # so many that a last round is ragged
-        assert report_of_fault(MUTATED["turns, parts, output over queries"], *FAULTS_OF_FEW[name]), "not caught"
+        assert report_of_fault(MUTATED["turns, splits, output over queries"], *FAULTS_OF_FEW[name]), "not caught"
 
 
 @pytest.mark.parametrize("name", FAULTS)

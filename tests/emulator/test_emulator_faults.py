@@ -98,7 +98,7 @@ FAULTS = {
         "fa2_fwd_bf16_d64", "kernel", "shared memory",
         "constexpr int SMEM_WORK =",
         "constexpr int SMEM_WORK = 64 +"),
-    "work parked by nobody": (
+    "tile coordinates stored by nobody": (
         "fa2_fwd_bf16_d64", "kernel", "uninitialised",
         "if (threadIdx.x == 0) *reinter",
         "if (threadIdx.x == 999) *reinter"),

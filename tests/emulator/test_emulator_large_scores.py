@@ -21,11 +21,11 @@ from flashgen.runtime.ops.attention.op import run_poisoned
 from flashgen.runtime.ops.mla_decode.problem import run_poisoned as run_mla
 
 SMALL = {"tile": {"m": 128, "n": 32}, "stages": 2}
-# Kernels in which scores take every way there is: see the skeletons, and softmax_stale.cuh.
+# Kernels in which scores take every way there is: see the skeletons, and softmax_lazy.cuh.
 WAYS: dict[str, dict[str, object]] = {
     "full": {}, "causal": {"causal": True}, "split": {"split": True}, "packed": {"split": True, "pack_gqa": True},
     "varlen": {"kv_layout": "varlen"}, "window": {"window": True}, "fp16": {"dtype": "fp16"},
-    "weights apart": {"p_operand": "shared"}, "fa2": {"family": "fa2"},
+    "P in shared memory": {"p_operand": "shared"}, "fa2": {"family": "fa2"},
 }
 
 

@@ -25,10 +25,10 @@ from flashgen.runtime.select.lookup import registry
 MUTATED: dict[str, Spec] = {
     "boxes": shipped("mla_h100_bf16_d576v512_paged64", "sm_90a"),
     "rows": shipped("mla_h100_bf16_d576v512_paged1", "sm_90a"),
-    "no rotary": shipped("mla_h100_fp16_d512", "sm_90a"),
+    "no RoPE": shipped("mla_h100_fp16_d512", "sm_90a"),
 }
-# Problem, SMs, schedule, what the last key holds. Several segments a block, of one to five tiles; cuts, also into more
-# parts than a merge has warps for; scores that grow; values that only some rows see.
+# Problem, SMs, schedule, what the last key holds. Several segments a block, of one to five tiles; requests that are
+# split, also into more splits than a merge has warps for; scores that grow; values that only some rows see.
 Run = tuple[MlaProblem, int, Schedule, float | None]
 RUNS: tuple[Run, ...] = (
     (MlaProblem((70, 0, 300, 1, 190), 8, 2), 1, Schedule("random", 0), None),
@@ -46,10 +46,10 @@ FEW = None if SOAK_RUNS else 2  # runs of each variant with what changes nothing
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("setmaxnreg_inc<MMA_REGISTERS>();", "} else {", "griddepcontrol_wait();"):
         "with fewer registers the compiler spills, and the result is the same",
-    ("wgmma_fence();", "tie_registers(keys);", "#pragma unroll"):
+    ("wgmma_fence();", "pin_registers(keys);", "#pragma unroll"):
         "for ptxas, which takes no products on trust that are issued behind a wait",
 }
-FILES = ("kernel", "latent_rows.cuh", "merge_shares.cuh", "segments.cuh")  # tried here; fa3 tries the others
+FILES = ("kernel", "latent_rows.cuh", "merge_per_block.cuh", "segments.cuh")  # tried here; fa3 tries the others
 
 
 def _wanted(site: Site) -> bool:
@@ -118,12 +118,14 @@ FAULTS: dict[str, tuple[str, str]] = {
     "output not rescaled": ("rescale.apply(o);", ""),
     "half of the sums": ("sums[8 * h] + sums[BLOCK_M + 8 * h]", "sums[8 * h]"),
     "the sink left out": ("exp2_approx(extra - highest)", "0.0f"),
-    "parts of two requests in one place": ("2 * blockIdx.x + (segment.part == 0)", "2 * blockIdx.x"),
-    "a part from its request's beginning": ("starts ? part.first_tile : 0", "0"),
-    "rows of the next block": ("part.row_block * part.block_rows", "part.row_block * part.block_rows + 1"),
-    "results of another block of rows": ("split.first_part * row_blocks + row_block", "split.first_part * row_blocks"),
+    "splits of two requests in one place": ("2 * blockIdx.x + (segment.split_idx == 0)", "2 * blockIdx.x"),
+    "a split from its request's beginning": ("starts ? partition.first_tile : 0", "0"),
+    "rows of the next block": (
+        "partition.row_block * partition.block_rows", "partition.row_block * partition.block_rows + 1"),
+    "results of another block of rows": (
+        "split.first_partition * row_blocks + row_block", "split.first_partition * row_blocks"),
     "arrivals not put back": ("counters[0] = 0;", ""),
-    "parts not weighted": ("exp2_approx(above(weights[i * ROWS], finite))", "1.0f"),
+    "splits not weighted": ("exp2_approx(above(weights[i * ROWS], finite))", "1.0f"),
     "the next page": ("key / p.page_size", "key / p.page_size + 1"),
     "a row of another page": ("(here.first_key + lane + WARP_SIZE * h) % p.page_size", "lane % 16 / 2"),
 }

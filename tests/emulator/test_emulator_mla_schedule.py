@@ -24,7 +24,7 @@ LENGTHS = st.one_of(
     st.builds(lambda length, count: [length] * count, st.integers(0, 5000), st.integers(1, 24)))
 
 
-class Part(NamedTuple):
+class SmPartition(NamedTuple):
     """A record of the schedule, as templates/flashmla/schedule.cu.j2 has it."""
 
     first_request: int
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 class Piece(NamedTuple):
     begin: int
     end: int
-    part: int
+    partition: int
     sharers: tuple[int, int]
 
 
@@ -55,39 +55,40 @@ def kernel() -> EmulatedKernel:
     return EmulatedKernel(plan, render(plan))
 
 
-def blocks_of(lengths: list[int], q_rows: int, blocks: int, overhead: int, single: int) -> list[Part]:
+def blocks_of(lengths: list[int], q_rows: int, blocks: int, overhead: int, single: int) -> list[SmPartition]:
     rows = torch.full((blocks, kernel().plan.constant("RECORD_WORDS")), -7, dtype=torch.int32)
     launch = kernel().launcher(Step("schedule", 1, 32, {
         "batch": len(lengths), "q_rows": q_rows, "blocks": blocks, "overhead_tiles": overhead,
         "most_single_tiles": single}))
     launch({"seqlens": torch.tensor(lengths, dtype=torch.int32), "schedule": rows})
-    return [Part(*row[:len(Part._fields)]) for row in rows.tolist()]
+    return [SmPartition(*row[:len(SmPartition._fields)]) for row in rows.tolist()]
 
 
-def parts_of(lengths: list[int], parts: int, overhead: int, single: int) -> list[Part]:
+def partitions_of(lengths: list[int], partitions: int, overhead: int, single: int) -> list[SmPartition]:
     """Of so few rows that one block has them all."""
-    return blocks_of(lengths, 16, parts, overhead, single)
+    return blocks_of(lengths, 16, partitions, overhead, single)
 
 
 def tiles_of(length: int) -> int:
     return max(1, -(-length // TILE))
 
 
-def pieces_of(records: list[Part], lengths: list[int]) -> list[list[Piece]]:
-    """By request, in the order of the parts."""
+def pieces_of(records: list[SmPartition], lengths: list[int]) -> list[list[Piece]]:
+    """By request, in the order of the partitions."""
     found: list[list[Piece]] = [[] for _ in lengths]
-    for number, part in enumerate(records):
-        if part.first_request < 0:
+    for number, partition in enumerate(records):
+        if partition.first_request < 0:
             continue
-        assert (part.first_keys, part.last_keys) == (lengths[part.first_request], lengths[part.last_request])
-        for request in range(part.first_request, part.last_request + 1):
-            starts, ends = request == part.first_request, request == part.last_request
-            sharers = ((part.first_begin, part.first_end) if starts else (part.last_begin, part.last_end) if ends
-                       else (number, number))
-            found[request].append(Piece(part.first_tile if starts else 0,
-                                        part.end_tile if ends else tiles_of(lengths[request]), number, sharers))
+        assert partition.first_keys == lengths[partition.first_request]
+        assert partition.last_keys == lengths[partition.last_request]
+        for request in range(partition.first_request, partition.last_request + 1):
+            starts, ends = request == partition.first_request, request == partition.last_request
+            sharers = ((partition.first_begin, partition.first_end) if starts else
+                       (partition.last_begin, partition.last_end) if ends else (number, number))
+            found[request].append(Piece(partition.first_tile if starts else 0,
+                                        partition.end_tile if ends else tiles_of(lengths[request]), number, sharers))
             if starts and ends:
-                assert sharers == (part.last_begin, part.last_end)
+                assert sharers == (partition.last_begin, partition.last_end)
     return found
 
 
@@ -96,38 +97,38 @@ def pieces_of(records: list[Part], lengths: list[int]) -> list[list[Piece]]:
        st.sampled_from([0, 3, MOST_SINGLE_TILES]))
 @example([64] * 9, 4, OVERHEAD_TILES, MOST_SINGLE_TILES)
 @example([70000], 132, OVERHEAD_TILES, MOST_SINGLE_TILES)
-def test_every_tile_has_one_block(lengths: list[int], parts: int, overhead: int, single: int) -> None:
-    records = parts_of(lengths, parts, overhead, single)
+def test_every_tile_has_one_block(lengths: list[int], partitions: int, overhead: int, single: int) -> None:
+    records = partitions_of(lengths, partitions, overhead, single)
     used = [record.first_request >= 0 for record in records]
-    assert used == sorted(used, reverse=True), "parts without work come last"
+    assert used == sorted(used, reverse=True), "partitions without work come last"
     for pieces, length in zip(pieces_of(records, lengths), lengths, strict=True):
         tiles = tiles_of(length)
         assert pieces and pieces[0].begin == 0 and pieces[-1].end == tiles
         for before, after in pairwise(pieces):
-            assert (after.begin, after.part) == (before.end, before.part + 1)
+            assert (after.begin, after.partition) == (before.end, before.partition + 1)
         for piece in pieces:
-            assert piece.begin < piece.end and piece.sharers == (pieces[0].part, pieces[-1].part)
+            assert piece.begin < piece.end and piece.sharers == (pieces[0].partition, pieces[-1].partition)
         if max(map(tiles_of, lengths)) > single:
-            assert all(piece.end - piece.begin >= 2 for piece in pieces[1:-1]), "a part of its own has two tiles"
+            assert all(piece.end - piece.begin >= 2 for piece in pieces[1:-1]), "a partition of its own has two tiles"
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 3000), st.sampled_from([4, 33, 132]), st.integers(1, 20))
-def test_work_is_even(length: int, parts: int, count: int) -> None:
-    """No part costs more than its share and what the uncut rest of one more request may bring."""
+def test_work_is_even(length: int, partitions: int, count: int) -> None:
+    """No partition costs more than its share and what the uncut rest of one more request may bring."""
     lengths = [length] * count
-    costs = [0] * parts
-    for pieces in pieces_of(parts_of(lengths, parts, OVERHEAD_TILES, MOST_SINGLE_TILES), lengths):
+    costs = [0] * partitions
+    for pieces in pieces_of(partitions_of(lengths, partitions, OVERHEAD_TILES, MOST_SINGLE_TILES), lengths):
         for piece in pieces:
-            costs[piece.part] += piece.end - piece.begin + OVERHEAD_TILES
-    share = (tiles_of(length) + OVERHEAD_TILES) * count / parts
+            costs[piece.partition] += piece.end - piece.begin + OVERHEAD_TILES
+    share = (tiles_of(length) + OVERHEAD_TILES) * count / partitions
     assert max(costs) <= share + 2 * OVERHEAD_TILES + 2 + tiles_of(length)
 
 
 def test_short_requests_are_cut_into_single_tiles() -> None:
-    """... and longer ones are not: every tile of the first has a part, every two of the second."""
+    """... and longer ones are not: every tile of the first has a partition, every two of the second."""
     for tiles, per_part in ((MOST_SINGLE_TILES, 1), (MOST_SINGLE_TILES + 2, 2)):
-        [pieces] = pieces_of(parts_of([tiles * TILE], 132, OVERHEAD_TILES, MOST_SINGLE_TILES), [tiles * TILE])
+        [pieces] = pieces_of(partitions_of([tiles * TILE], 132, OVERHEAD_TILES, MOST_SINGLE_TILES), [tiles * TILE])
         assert [piece.end - piece.begin for piece in pieces] == [per_part] * (tiles // per_part)
 
 
@@ -136,20 +137,20 @@ def test_short_requests_are_cut_into_single_tiles() -> None:
 @example([4096], 128, 132)
 @example([1024] * 8, 64, 132)
 def test_every_row_has_a_block_for_every_tile(lengths: list[int], q_rows: int, blocks: int) -> None:
-    """Blocks of one part differ in their rows only, which are all there are; what is left over does nothing."""
+    """Blocks of one partition differ in their rows only, which are all there are; what is left over does nothing."""
     records = blocks_of(lengths, q_rows, blocks := max(blocks, -(-q_rows // 64)), OVERHEAD_TILES, MOST_SINGLE_TILES)
     row_blocks, rows = records[0].row_blocks, records[0].block_rows
-    parts = blocks // row_blocks
+    partitions = blocks // row_blocks
     assert rows in (16, 32, 64) and (row_blocks - 1) * rows < q_rows <= row_blocks * rows
-    for number, record in enumerate(records[:parts * row_blocks]):
+    for number, record in enumerate(records[:partitions * row_blocks]):
         assert record == records[number - number % row_blocks]._replace(row_block=number % row_blocks)
-    assert all(record.first_request < 0 for record in records[parts * row_blocks:])
-    pieces = pieces_of(records[:parts * row_blocks:row_blocks], lengths)
+    assert all(record.first_request < 0 for record in records[partitions * row_blocks:])
+    pieces = pieces_of(records[:partitions * row_blocks:row_blocks], lengths)
     assert all(of[0].begin == 0 and of[-1].end == tiles_of(length) for of, length in zip(pieces, lengths, strict=True))
 
 
 def test_few_keys_are_shared_out_by_rows_too() -> None:
-    """Parts are worth the merge as long as they have tiles; with many keys blocks of 64 rows read them less often."""
+    """Partitions are worth the merge as long as they have tiles; with many keys, 64 rows read them less often."""
     def rows(lengths: list[int], q_rows: int) -> int:
         return blocks_of(lengths, q_rows, 132, OVERHEAD_TILES, MOST_SINGLE_TILES)[0].block_rows
 

@@ -1,6 +1,6 @@
 """The fa3 family on Hopper: every shipped variant against fp64, and what its design adds to go wrong.
 
-Blocks that stay for several tiles, tickets, tiles cut along the keys, copies by tensor maps, a softmax reference that
+Blocks that stay for several tiles, the tile counter, split keys, TMA copies, a softmax reference that
 is looked at rarely: each has problems here that reach it. With --on-cpu the tests are tested, not the kernels.
 """
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _tall_tiles(device: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("path, spec", SHIPPED, ids=[spec.variant for spec in SPECS])
 def test_verify(path: str, spec: Spec, device: str) -> None:
-    """Edges of tiles, more than two units per block, requests alone and in company, strides, NaN in future keys."""
+    """Edges of tiles, more than two work tiles per block, sequences alone and batched, strides, NaN in future keys."""
     failures = [row for row in verify_spec([spec], path=str(path)) if not row.ok]
     assert not failures, "\n\n".join(row.message for row in failures[:3])
 
@@ -180,7 +180,7 @@ def test_scores_that_grow_fall_or_stand_out(data: str, spec: Spec, device: str) 
 # The same call, the same bits
 
 def busy_problems(spec: Spec) -> list[Problem]:
-    """More than two units for each SM, of different lengths; and fewer tiles than SMs, over many keys."""
+    """More than two work tiles for each SM, of different lengths; and fewer tiles than SMs, over many keys."""
     tile_m, tile_n, _ = tile_shape(lower(spec))
     mask = masks(spec)[-1]
     few = problem_of(spec, 1, tile_m + 1, 20 * tile_n + 1, (4, 2), mask)
@@ -225,7 +225,7 @@ def parts(spec: Spec, problem: Problem) -> int:
     assert isinstance(problem.seqlen_q, int) and isinstance(problem.seqlen_kv, int)
     sizes = Sizes(problem.batch, problem.seqlen_q, problem.seqlen_kv, problem.num_heads_q, problem.num_heads_kv,
                   window=problem.window)
-    return int(program_of(lower(spec), sizes, SMS).step("fwd").values["max_parts"])
+    return int(program_of(lower(spec), sizes, SMS).step("fwd").values["max_splits"])
 
 
 @over(SPLIT)

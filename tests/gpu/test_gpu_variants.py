@@ -64,7 +64,7 @@ def mid_problems(spec: Spec) -> list[Problem]:
 
 
 def inputs_of(spec: Spec, problem: Problem, device: str, params: dict[str, Any] | None = None) -> Inputs:
-    return problem.make_inputs(device).changed_by(spec, params, problem.seed)
+    return problem.make_inputs(device).with_mods(spec, params, problem.seed)
 
 
 @over_specs
@@ -124,11 +124,11 @@ def test_tensors_people_have(device: str) -> None:
 
 @pytest.mark.parametrize("name", ["document", "alibi", "sliding_window", "window_sinks"])
 def test_a_graph_replays_with_new_tensors(name: str, cuda: str) -> None:
-    """What tensors hold is read at each replay; the block that draws tickets leaves its counters as it found them."""
+    """What tensors hold is read at each replay; the last block leaves the counters as it found them."""
     spec = one(name, head_dim_qk=128)
     problem = Problem(4, 900, 900, 12, 4, 128, 128, causal=spec.causal)
     inputs = inputs_of(spec, problem, cuda)
-    assert inputs.changes is not None
+    assert inputs.mods is not None
     attend(inputs, spec=spec)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -136,16 +136,16 @@ def test_a_graph_replays_with_new_tensors(name: str, cuda: str) -> None:
         out = attend(inputs, spec=spec)
     for seed in (1, 2, 3):
         other = inputs_of(spec, replace(problem, seed=seed), cuda)
-        assert other.changes is not None
-        scalars = {key: value for key, value in inputs.changes.params.items() if not isinstance(value, torch.Tensor)}
+        assert other.mods is not None
+        scalars = {key: value for key, value in inputs.mods.params.items() if not isinstance(value, torch.Tensor)}
         for mine, new in ((inputs.q, other.q), (inputs.k, other.k), (inputs.v, other.v), *(
-                (value, other.changes.params[key]) for key, value in inputs.changes.params.items()
+                (value, other.mods.params[key]) for key, value in inputs.mods.params.items()
                 if key not in scalars)):
             mine.copy_(new)
         out.fill_(float("nan"))
         graph.replay()
         expected = flashgen.attention(other.q, other.k, other.v, causal=spec.causal, spec=spec,
-                                      params={**other.changes.params, **scalars})
+                                      params={**other.mods.params, **scalars})
         assert torch.equal(out, expected)
 
 

@@ -158,7 +158,7 @@ def bulk_cases() -> list[Case]:
 """, lambda rng: {"x": rng.integers(-99, 99, (8, 128)).astype(np.float32),
                   "out": rng.integers(-99, 99, 128).astype(np.float32)}, added, blocks=8, smem=512)
 
-    # What this kernel wrote to device memory with plain stores, read by the copy engine.
+    # What this kernel wrote to device memory with plain stores, read by TMA.
     around = Case("fence_proxy_async_global", BULK, {"x": "const uint32_t", "between": WORD, "out": WORD},
                   INIT % 1024 + """
   for (int i = threadIdx.x; i < 256; i += 32) p.between[i] = ~p.x[i];

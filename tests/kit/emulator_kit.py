@@ -66,7 +66,7 @@ def with_nans_in_v(inputs: Inputs) -> Inputs:
 
     No infinities where scores are so far apart that weights underflow: 0 * inf is NaN in 16 bits, and inf in fp64.
     """
-    changed = inputs.changes is not None and inputs.changes.score is not None
+    changed = inputs.mods is not None and inputs.mods.score is not None
     apart = changed or (inputs.softmax_scale or 0.0) * inputs.q.shape[-1] ** 0.5 > 2
     v = inputs.v.clone()
     ends = [v.shape[-3]] if inputs.cu_seqlens_kv is None else inputs.cu_seqlens_kv[1:].tolist()

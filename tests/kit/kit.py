@@ -16,8 +16,8 @@ from flashgen.codegen.target import TARGETS
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
 from flashgen.runtime.select import lookup
-from flashgen.runtime.verify.changes import Changes
 from flashgen.runtime.verify.compare import check, named
+from flashgen.runtime.verify.expression_mods import ExpressionMods
 from flashgen.runtime.verify.reference import reference
 
 SPECIALS = (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf))
@@ -28,8 +28,8 @@ def attention_by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
                            out: torch.Tensor | None = None, spec: object = None,
                            params: Mapping[str, Any] | None = None, **keywords: Any) -> Any:
     """flashgen.attention's signature over the fp64 reference."""
-    changes = Changes.of(spec, params) if isinstance(spec, Spec) else None
-    exact, lse = reference(q, k, v, changes=changes, **keywords)
+    mods = ExpressionMods.of(spec, params) if isinstance(spec, Spec) else None
+    exact, lse = reference(q, k, v, mods=mods, **keywords)
     result = exact.to(q.dtype) if out is None else out.copy_(exact)
     return (result, lse.float()) if return_lse else result
 
@@ -38,13 +38,13 @@ def attention_by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
 def tiles_of_warpgroups(most: int | None = 4) -> Iterator[None]:
     """fa3 launches whose query tiles are of so many warpgroups, or of as many as the kernel has if those are fewer,
     whatever families/fa3/split.py holds best for the call. None: what it holds best."""
-    def cut_launch(cut: split.Cutting, num_sms: int, shape: split.Shape, *, splits: bool, fixed: bool
-                   ) -> tuple[split.Cutting, split.Parts]:
+    def cut_launch(cut: split.TileConfig, num_sms: int, shape: split.ProblemShape, *, splits: bool, fixed: bool
+                   ) -> tuple[split.TileConfig, split.SplitPlan]:
         if most is None:
             return split.cut_launch(cut, num_sms, shape, splits=splits, fixed=fixed)
         cut = cut._replace(rows=min(cut.rows, WARPGROUP_ROWS * most))
-        grid = split.Grid.of(cut, num_sms, shape)
-        return cut, grid.cut_tail()[0] if splits else split.Parts.none(grid.tiles)
+        grid = split.TileGrid.of(cut, num_sms, shape)
+        return cut, grid.plan_splits()[0] if splits else split.SplitPlan.none(grid.tiles)
 
     with mock.patch.object(launch, "cut_launch", cut_launch):
         lookup.registry.generation += 1  # calls are prepared anew

@@ -55,7 +55,7 @@ def decoded(inputs: MlaInputs, problem: MlaProblem | str = "", *, spec: Spec | N
 
 
 def with_nans(inputs: MlaInputs) -> MlaInputs:
-    """Of three requests: with NaN in a value of the first, the last key of the second, a rotary column of the third."""
+    """Of three requests: with NaN in a value of the first, the last key of the second, a RoPE column of the third."""
     cache = inputs.kv_cache.clone()
     for i, position, column in ((0, 20, 7), (1, 65, 100), (2, 2, 570)):
         at = (i, position) if inputs.page_table is None else (

@@ -20,8 +20,8 @@ from flashgen.runtime.launch import driver as checked
 
 TENSORS = ("q", "k", "v", "out")
 ROWS, COLUMNS = 16, 64  # of a box, and of a tile
-SIZES = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "heads_per_kv_head", "m_tiles", "num_tiles", "num_units",
-         "full_tiles", "tiles_per_part", "max_parts", "heads_per_section", "heads_before_the_end",
+SIZES = ("batch", "seqlen_q", "seqlen_kv", "num_heads_q", "heads_per_kv_head", "m_tiles", "num_tiles", "num_work_tiles",
+         "full_tiles", "tiles_per_split", "max_splits", "heads_per_section", "heads_before_the_end",
          "heads_at_the_end")
 
 # out = q ^ k ^ v, bit by bit, of rows with the same number: one warp copies a box of each and stores what is inside.
@@ -76,7 +76,7 @@ def fa3_like(*, kv_layout: str = "dense", partials: bool = True, head_dim_v: int
         template="", element="bf16",
         constants=(Constant("BLOCK_M", ROWS, ""), Constant("BLOCK_N", ROWS, ""), Constant("MAX_SPLITS", 4, ""),
                    Constant("PARTIAL_FLOATS", 32, "")),
-        slots=(), flags=(("tickets", False),),
+        slots=(), flags=(("tile_counter", False),),
         params=(*(Param(f"{t}_map", "tensor_map", "") for t in "qkv"), *pointers, *strides,
                 *(Param(name, "i32", "") for name in SIZES), Param("scale_log2", "f32", "")),
         smem=(Region("MEMORY", 0, 3 * 2048 + 16, "three boxes and a barrier"),), roles=(Role("all", 1),),

@@ -40,7 +40,7 @@ def solve(variant: Variant, problem: Problem, params: Mapping[str, Any] | None =
         v = given.v.clone()
         v.view(-1, *v.shape[-2:])[5::29, :, ::3] = float("nan")
         given = given.with_(v=v)
-    given = given.changed_by(spec, params, problem.seed)
+    given = given.with_mods(spec, params, problem.seed)
     out = torch.empty(0)
     for policy in policies:
         with scheduled(Schedule(policy, problem.seed)):

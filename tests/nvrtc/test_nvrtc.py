@@ -214,7 +214,7 @@ def test_rows_of_the_output_are_stored_sixteen_bytes_at_a_time(name: str, varian
     (name, spec.variant) for name in ("fa3_fwd", "fa3_fwd_d192_v128", "mla_h100", "mla_h100_caches")
     for spec in load_specs(spec_path(name)).specs if spec.dtype == "bf16" and spec.arch == "sm_90a"]))
 def test_what_is_shipped_for_hopper_compiles_without_spills(name: str, variant: str) -> None:
-    """With whichever NVRTC is here: each version allots registers its own way, and load warps have few."""
+    """With whichever NVRTC is here: each version allots registers its own way, and producer warps have few."""
     plan, source = plan_and_source(next(spec for spec in load_specs(spec_path(name)).specs if spec.variant == variant))
     assert compile_source(source, plan=plan).resources.spill_store_bytes == 0
 

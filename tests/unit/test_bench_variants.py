@@ -21,7 +21,7 @@ from flashgen.runtime.ops.attention import flex as bench_flex
 from flashgen.runtime.ops.attention import timed
 from flashgen.runtime.ops.attention import variants as bench_variants
 from flashgen.runtime.ops.attention.variants import VariantBench, VariantCase, load_variants
-from flashgen.runtime.verify.changes import Changes
+from flashgen.runtime.verify.expression_mods import ExpressionMods
 from flashgen.runtime.verify.reference import reference
 
 GRID = str(ROOT / "benchmarks" / "grids" / "fa3_variants.yaml")
@@ -62,8 +62,8 @@ def test_flex_answers_the_same_question(case: VariantCase, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     x = case.problem.make_inputs()
     single = x.with_(q=x.q.float(), k=x.k.float(), v=x.v.float())
-    changes = Changes.of(case.spec, bench_flex.drawn(case, "cpu")) if case.spec else Changes()
-    expected, _ = reference(single.q, single.k, single.v, causal=case.problem.causal, changes=changes)
+    mods = ExpressionMods.of(case.spec, bench_flex.drawn(case, "cpu")) if case.spec else ExpressionMods()
+    expected, _ = reference(single.q, single.k, single.v, causal=case.problem.causal, mods=mods)
     found = bench_flex.flex(case, "cpu")(single).transpose(1, 2)
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
     if case.built_in:

@@ -206,7 +206,7 @@ def test_a_decode_is_bound_by_memory_or_by_products() -> None:
     assert few.work.flops_issued == 4 * few.work.flops and many.work.flops_issued == many.work.flops
     assert (few.work.row_blocks, many.work.row_blocks, many.work.parts) == (1, 4, 132 // 4)
     text = str(many)
-    assert "bound: tensor cores" in text and "SLOTS" in text and few.to_json()["work"]["row_blocks"] == 1
+    assert "bound: tensor cores" in text and "KV" in text and few.to_json()["work"]["row_blocks"] == 1
 
 
 @pytest.mark.parametrize("problem", [{"heads": 16}, {"batch": 0}, {"seqlen_kv": 1.5}])

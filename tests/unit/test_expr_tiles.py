@@ -26,7 +26,7 @@ from flashgen.errors import SpecError
 
 SPANS = re.sub("#.*", "", (TEMPLATES / "include" / "flashgen" / "span.cuh").read_text(encoding="utf-8"))
 NUMBERS = ("head_q", "batch", "head_kv", "seqlen_q", "seqlen_kv", "q_first", "q_begin", "kv_begin")
-SEEN, HIDDEN = 1, 2
+VISIBLE, MASKED = 1, 2
 Params = dict[str, Param]
 
 
@@ -67,7 +67,7 @@ def truth(tree: Expr, env: dict[str, Any], box: tuple[int, ...], dtype: str) -> 
     seen = np.atleast_1d(evaluate(tree, env | {
         "q_pos": np.arange(q0, q1 + 1, dtype=np.int32)[:, None], "kv_pos": np.arange(k0, k1 + 1, dtype=np.int32)[None]},
         np, dtype))
-    return (SEEN if seen.any() else 0) | (HIDDEN if not seen.all() else 0)
+    return (VISIBLE if seen.any() else 0) | (MASKED if not seen.all() else 0)
 
 
 def test_sound(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_sound(tmp_path: Path) -> None:
                 assert compiled_spans(tree, env)((q0, q1), (k0, k1)) == got, (tree.text, q0, q1, k0, k1)
             for dtype in ("float32", "float64"):
                 assert truth(tree, env, (q0, q1, k0, k1), dtype) & ~got == 0, (tree.text, q0, q1, k0, k1)
-            known += got != SEEN | HIDDEN
+            known += got != VISIBLE | MASKED
     assert known > 500
 
 
@@ -137,5 +137,5 @@ def test_exact(tmp_path: Path) -> None:
                     if text.startswith(("(q_pos", "doc")) or ("blocks" in text and "and" in text):  # what has holes
                         assert expected & ~got == 0
                         continue
-                    assert (got & SEEN) == (expected & SEEN), (text, box, env)
+                    assert (got & VISIBLE) == (expected & VISIBLE), (text, box, env)
                     assert not whole or got == expected, (text, box, env)

@@ -64,7 +64,7 @@ class Kernel:
 
 
 def answer(values: Mapping[str, Any], x: dict[str, Any]) -> None:
-    scale, causal = values["scale_log2"] * math.log(2), values["hidden_keys"] > 0
+    scale, causal = values["scale_log2"] * math.log(2), values["masked_keys"] > 0
     inputs = MlaInputs(x["q"], x["kv"], x["seqlens"], x["page_table"], causal, scale, x["sink"])
     out, lse, _ = truth_of(inputs)
     x["out"].copy_(out)
@@ -158,12 +158,12 @@ def test_strides_and_sizes(stage: Stage) -> None:
     _, values, tensors = stage.launches[-1]
     assert values["kv_outer_stride"] == 2 * 64 * 592 and values["kv_row_stride"] == 592
     assert values["q_outer_stride"] == 8 * 576 and values["q_row_stride"] == 576 and values["q_rows"] == 8
-    assert values["scale_log2"] == pytest.approx(0.25 / math.log(2)) and values["hidden_keys"] == 1
+    assert values["scale_log2"] == pytest.approx(0.25 / math.log(2)) and values["masked_keys"] == 1
     assert tensors["kv"] is wide and tensors["sink"] is inputs.sink and values["max_pages"] == 4
     decode(MlaProblem((3, 1), 1, 1, None).make_inputs())
     _, values, tensors = stage.launches[-1]
     assert (values["kv_outer"], values["kv_rows"], values["max_pages"]) == (2, 6, 0) and tensors["page_table"] is None
-    assert tensors["lse"] is None and tensors["sink"] is None and values["hidden_keys"] == 0
+    assert tensors["lse"] is None and tensors["sink"] is None and values["masked_keys"] == 0
 
 
 @pytest.mark.parametrize("change", ["head-major", "expanded", "strided columns", "misaligned", "table"])

@@ -179,6 +179,6 @@ def test_lines_of_a_kernel_with_roles_are_those_of_the_roles_bodies() -> None:
     """Its entry only hands them out: all of a warp's time would be one line of it."""
     made = timeline(shipped("fa3_fwd_bf16_d64", "sm_90a"), {"seqlen_q": 256, "seqlen_kv": 192})
     rows = {label: {made.label(span) for span in spans_of} for label, spans_of in made.rows() if label}
-    assert {"load_keys", "load_values"} <= rows["load, warp 0"] and "more" in rows["load, warp 1"]
-    assert {"relate_exact", "weigh", "wgmma_wait"} <= rows["mma, warp 4"]
+    assert {"load_keys", "load_values"} <= rows["load, warp 0"] and "wait" in rows["load, warp 1"]
+    assert {"subtract_new_max", "exp_and_check", "wgmma_wait"} <= rows["mma, warp 4"]
     assert "QueryTile" in {made.label(span) for span in made.spans if span.row == made.warps}

@@ -24,7 +24,7 @@ from flashgen.runtime.emulator import trace
 from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
 from flashgen.runtime.ops.attention.edges import emulated_problems, tile_shape
 from flashgen.runtime.ops.attention.problem import Problem
-from flashgen.runtime.verify.changes import Place
+from flashgen.runtime.verify.expression_mods import BlockOffset
 
 pytestmark = pytest.mark.slow
 
@@ -63,9 +63,9 @@ def is_steady(spec: Spec, inputs: Any) -> bool:
         return True
     rows, keys = 70, 70
     scores = torch.randn(2, 2, 1, rows, keys, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    place = Place(rows, keys)
-    env = inputs.changes
-    exact, single = (env.changed(place, scores, dtype) for dtype in ("float64", "float32"))
+    at = BlockOffset(rows, keys)
+    env = inputs.mods
+    exact, single = (env.score_mod(at, scores, dtype) for dtype in ("float64", "float32"))
     return bool(exact.isfinite().all() and (exact - single).abs().max() < 1e-5)
 
 
@@ -86,7 +86,7 @@ def test_random_expressions(seed: int, varlen: bool, kinds: str, family: str) ->
         assume(not any(word in error.what for word in ("too large", "outside", "zero")))
         raise
     inputs = problem.make_inputs()
-    assume(is_steady(spec_of(variant, problem), inputs.changed_by(spec_of(variant, problem), seed=problem.seed)))
+    assume(is_steady(spec_of(variant, problem), inputs.with_mods(spec_of(variant, problem), seed=problem.seed)))
     solve(variant, problem, policies=("random",))
 
 
@@ -124,7 +124,7 @@ COPY = trace.KINDS.index("copies")
     ("kv_pos // 1000 == 4 and q_pos > 8500", 9000), ("kv_pos < 3 or kv_pos == 5000 or q_pos == kv_pos", 9001),
     ("kv_pos % 3000 < 40", 2049), ("q_pos == 3 and kv_pos % 2 == 0", 70000)])
 def test_every_hidden_tile_is_skipped(mask: str, keys: int) -> None:
-    """What the load warp copies of a query tile is, key tile for key tile, what some row sees: once as keys, once as
+    """What the producer copies of a query tile is, key tile for key tile, what some row sees: once as keys, once as
     values."""
     problem, rows, tile_n = Problem(1, 64, keys), 64, 32
     variant, inputs = small("fa3", mask=mask), problem.make_inputs()

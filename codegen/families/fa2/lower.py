@@ -66,7 +66,7 @@ def _check_tile(spec: Spec, tile: TileRow, target: Target, cols_qk: int, cols_v:
         refuse(f"tile.m {tile.m} does not divide into 16-row fragments for {tile.warps} warps",
                f"multiples of {16 * tile.warps}", f"tile.m {max(1, tile.m // (16 * tile.warps)) * 16 * tile.warps}")
     if tile.n % 16:
-        refuse(f"tile.n {tile.n} is not a multiple of 16", "multiples of 16 (one k-step of the value product)")
+        refuse(f"tile.n {tile.n} is not a multiple of 16", "multiples of 16 (one k-step of the PV product)")
     fragments = tile.m // (16 * tile.warps)
     scores, out = tile.n // 8 * 4, cols_v // 8 * 4
     query = cols_qk // 16 * 4 if tile.q_operand == "registers" else 4
@@ -91,7 +91,7 @@ def _constants(spec: Spec, tile: TileRow, cols_qk: int, cols_v: int, target: Tar
         Constant("M_FRAGMENTS", tile.m // (16 * tile.warps), "16-row fragments per warp: a B fragment serves them all"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and out in device memory"),
-        Constant("MMA_COLS_QK", cols_qk, "columns the score product runs over: whole 16-column steps, surplus zero"),
+        Constant("MMA_COLS_QK", cols_qk, "columns the QK product runs over: whole 16-column steps, surplus zero"),
         Constant("MMA_COLS_V", cols_v, "columns of the output fragments, likewise"),
         Constant("SMEM_COLS_QK", smem_cols(spec.head_dim_qk), "columns stored of q and k: whole panels, surplus zero"),
         Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v and out, likewise"),

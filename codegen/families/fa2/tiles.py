@@ -11,7 +11,7 @@ from flashgen.codegen.families.shared.tiles import FULL, KEYS, STAGES, Row, Tile
 class TileRow(Row):
     _: KW_ONLY
     blocks_per_sm: int
-    q_operand: str  # where the A operand of the score product is: "shared" or "registers"
+    q_operand: str  # where the A operand of the QK product is: "shared" or "registers"
 
 
 HOPPER = frozenset({"sm_90", "sm_90a"})

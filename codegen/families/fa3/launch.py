@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.families.fa3.split import Cutting, Parts, Shape, best_twin, cut_launch, sections
+from flashgen.codegen.families.fa3.split import ProblemShape, SplitPlan, TileConfig, best_variant, cut_launch, sections
 from flashgen.codegen.families.fa3.tiles import KINDS, TILES
 from flashgen.codegen.families.family import DenseCall
 from flashgen.codegen.families.shared.launch import Sizes, is_varlen, splits_keys, tiled_values
@@ -18,43 +18,43 @@ from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_THRE
 def launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int) -> Program:
     """The program of a forward call on `num_sms` SMs."""
     plan = plans["fwd"]
-    tallest = cutting_of(plan)
-    cut, parts = cut_launch(tallest, num_sms, _shape(plan, sizes), splits=splits_keys(plan),
-                            fixed=bool(dict(plan.spec).get("batch_invariant")))
-    values: dict[str, Any] = tiled_values(plan, cut.rows, sizes)
+    tallest = tile_config_of(plan)
+    config, split_plan = cut_launch(tallest, num_sms, _shape(plan, sizes), splits=splits_keys(plan),
+                                    fixed=bool(dict(plan.spec).get("batch_invariant")))
+    values: dict[str, Any] = tiled_values(plan, config.rows, sizes)
     rows, group_rows = sizes.seqlen_q, WARPGROUP_ROWS  # of a sequence and head; of a warpgroup
-    if cut.packed:
+    if config.pack_gqa:
         group = values["heads_per_kv_head"]
-        values["m_tiles"] = -(-sizes.seqlen_q // cut.queries(group))
+        values["m_tiles"] = -(-sizes.seqlen_q // config.queries(group))
         values["num_tiles"] = values["m_tiles"] * sizes.num_heads_kv * sizes.batch
-        values["group_queries"] = WARPGROUP_ROWS // group
-        rows, group_rows = rows * group, values["group_queries"] * group
+        values["queries_per_warpgroup"] = WARPGROUP_ROWS // group
+        rows, group_rows = rows * group, values["queries_per_warpgroup"] * group
     tiles, heads = values["num_tiles"], sizes.num_heads_q * sizes.batch
     if is_varlen(plan):
-        parts, heads = Parts.none(tiles), sizes.num_heads_q
+        split_plan, heads = SplitPlan.none(tiles), sizes.num_heads_q
     values |= {
-        **sections(cut, num_sms, heads, values["m_tiles"], sizes.seqlen_kv, values["heads_per_kv_head"]),
-        **parts._asdict(),
-        "warpgroups": cut.warpgroups, "block_rows": cut.rows,
-        "turn_threads": WARPGROUP_THREADS * min(cut.warpgroups, 2),
-        "part_slabs": min(rows // group_rows * WARPGROUP_WARPS + -(-(rows % group_rows) // WARP_ROWS),
-                          cut.rows // WARP_ROWS),
+        **sections(config, num_sms, heads, values["m_tiles"], sizes.seqlen_kv, values["heads_per_kv_head"]),
+        **split_plan._asdict(),
+        "warpgroups": config.warpgroups, "block_rows": config.rows,
+        "pingpong_threads": WARPGROUP_THREADS * min(config.warpgroups, 2),
+        "partial_tiles": min(rows // group_rows * WARPGROUP_WARPS + -(-(rows % group_rows) // WARP_ROWS),
+                          config.rows // WARP_ROWS),
     }
-    threads = plan.launch.threads - WARPGROUP_THREADS * (tallest.warpgroups - cut.warpgroups)
-    shares = parts.max_parts > 1  # then blocks wait for each other's parts
-    return Program((Step("fwd", min(num_sms, parts.num_units), threads, values, cooperative=shares),),
-                   _buffers(plan, num_sms, (tiles - parts.full_tiles) * parts.max_parts if shares else 0))
+    threads = plan.launch.threads - WARPGROUP_THREADS * (tallest.warpgroups - config.warpgroups)
+    shares = split_plan.max_splits > 1  # then blocks wait for each other's splits
+    return Program((Step("fwd", min(num_sms, split_plan.num_work_tiles), threads, values, cooperative=shares),),
+                   _buffers(plan, num_sms, (tiles - split_plan.full_tiles) * split_plan.max_splits if shares else 0))
 
 
 def prefer(call: DenseCall, sizes: Sizes, num_sms: int) -> tuple[tuple[str, Any], ...] | None:
     """`split` and `pack_gqa` for a call, by the tile table alone, so that no kernel is loaded to find out."""
     mask, head_dims = mask_choice(call.causal, False), (call.head_dim_qk, call.head_dim_v)
     tiles = [TILES.find(call.arch, mask, *head_dims, kind) for kind in KINDS]
-    cuts = [Cutting(tile.m, tile.n, call.causal, kind == "packed", *head_dims, DTYPES[call.dtype].bytes)
-            for tile, kind in zip(tiles, KINDS, strict=True) if tile is not None]
-    if len(cuts) < len(KINDS):
+    configs = [TileConfig(tile.m, tile.n, call.causal, kind == "packed", *head_dims, DTYPES[call.dtype].bytes)
+               for tile, kind in zip(tiles, KINDS, strict=True) if tile is not None]
+    if len(configs) < len(KINDS):
         return None
-    splits, packs = best_twin((cuts[0], cuts[1], cuts[2]), num_sms, Shape.of(sizes))
+    splits, packs = best_variant((configs[0], configs[1], configs[2]), num_sms, ProblemShape.of(sizes))
     return ("split", splits), ("pack_gqa", packs)
 
 
@@ -67,21 +67,21 @@ def _buffers(plan: Plan, num_sms: int, num_parts: int) -> tuple[Buffer, ...]:
 
 def counter_words(num_sms: int) -> int:
     """int32 words of the array `counters`."""
-    return 3 + num_sms  # tickets, blocks that draw none, blocks that wait no more; arrivals at each split tile
+    return 3 + num_sms  # tile counter, blocks done fetching, blocks done merging; arrivals at each split tile
 
 
-def cutting_of(plan: Plan) -> Cutting:
-    """What of a plan decides how its tiles are cut and ordered."""
+def tile_config_of(plan: Plan) -> TileConfig:
+    """What of a plan decides how its tiles are split and ordered."""
     fields: dict[str, Any] = dict(plan.spec)
-    return Cutting(plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), fields.get("causal", False),
-                   fields.get("pack_gqa", False), fields["head_dim_qk"], fields["head_dim_v"],
-                   DTYPES[fields["dtype"]].bytes, walked=("walk", "classes") in plan.slots)
+    return TileConfig(plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), fields.get("causal", False),
+                      fields.get("pack_gqa", False), fields["head_dim_qk"], fields["head_dim_v"],
+                      DTYPES[fields["dtype"]].bytes, by_class=("walk", "classes") in plan.slots)
 
 
-def _shape(plan: Plan, sizes: Sizes) -> Shape:
-    """Of a varlen call, the shape of a dense one with as many rows in sequences of equal lengths: the host knows no
-    more of them."""
-    shape = Shape.of(sizes)
+def _shape(plan: Plan, sizes: Sizes) -> ProblemShape:
+    """The problem shape of a call; of a varlen call that of a dense one with as many rows in sequences of equal
+    lengths, since the host knows no more of them."""
+    shape = ProblemShape.of(sizes)
     if not is_varlen(plan):
         return shape
     batch = max(shape.batch, 1)

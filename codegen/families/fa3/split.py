@@ -15,38 +15,38 @@ from flashgen.codegen.smem import round_up
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 from flashgen.errors import UnsupportedError
 
-MAX_PARTS = 128             # of the keys of one query tile
-MAX_ROUNDS = 4              # of parts over all SMs: more never paid
+MAX_SPLITS = 128            # of the keys of one query tile
+MAX_WAVES = 4               # of splits over all SMs: more never paid
 PACKING_GAIN = 0.75         # of the rows multiplied: with more of them left, packing is not worth its slower stores
 # Only kernels that split have key tiles this wide. They pay from this many keys on, split or not (docs/lab/fa3.md).
 WIDE_TILE, WIDE_KEYS = 128, 4096
 SPLIT_GAIN = 0.012          # docs/lab/fa3.md: predicted gains below it were losses
-MANY_ROUNDS = 4             # of the tallest tiles over all SMs: from there on, less tall ones only cost
-# Four costs in SM cycles, fitted to every number of warpgroups and parts of 250 calls on an H200 (docs/results/fa3.md):
-# prologue and epilogue of a query tile per warpgroup, one more wave, one wait for parts, one byte of parts written and
-# read back.
-WARPGROUP_CLOCKS, ROUND_CLOCKS, MERGE_CLOCKS, BYTE_CLOCKS = 600, 1600, 4800, 9.5e-4
+MANY_WAVES = 4              # of the tallest tiles over all SMs: from there on, less tall ones only cost
+# Four costs in SM cycles, fitted to every number of warpgroups and splits of 250 calls on an H200, docs/results/fa3.md:
+# prologue and epilogue of a query tile per warpgroup, one more wave, one wait for splits, one byte of partial output
+# written and read back.
+WARPGROUP_CYCLES, WAVE_CYCLES, MERGE_CYCLES, BYTE_CYCLES = 600, 1600, 4800, 9.5e-4
 SPLITTING_COSTS = 1.02      # the time of kernels that can split, even where they do not
 SECTION_HEADS = 16          # docs/lab/fa3.md: 8 to 32 are as good, all heads at once cost up to a fifth
 SECTION_BYTES = 32 << 20    # of K and V that L2 keeps beside what else passes through it
-LAST_ROUNDS = 3             # of query tiles over all SMs, sorted by length at the end of the grid
+LAST_WAVES = 3              # of query tiles over all SMs, sorted by length at the end of the grid
 
 
-class Cutting(NamedTuple):
-    """What of a kernel, and of a launch of it, decides how its tiles are cut and ordered."""
+class TileConfig(NamedTuple):
+    """What of a kernel, and of a launch of it, decides how its tiles are split and ordered."""
 
     rows: int  # of a query tile; of a kernel, at most
     keys: int  # of a tile of keys
     causal: bool
-    packed: bool
+    pack_gqa: bool
     head_dim_qk: int
     head_dim_v: int
     element_bytes: int
-    walked: bool = False  # which tiles of keys count depends on data
+    by_class: bool = False  # data decides which key tiles count
 
     def queries(self, group: int) -> int:
         """Of a tile, where `group` query heads share a kv head. UnsupportedError if those exceed a warpgroup's rows."""
-        if not self.packed:
+        if not self.pack_gqa:
             return self.rows
         if group > WARPGROUP_ROWS:
             raise UnsupportedError(f"{group} query heads for each kv head", where="pack_gqa",
@@ -58,37 +58,37 @@ class Cutting(NamedTuple):
         return -(-self.rows // WARPGROUP_ROWS)
 
     @property
-    def part_row_bytes(self) -> int:
-        """Of device memory, for one row of a part: merge.cuh."""
+    def split_row_bytes(self) -> int:
+        """Bytes of device memory that one row of a split takes (layout: merge_per_warp.cuh)."""
         return 4 * round_up(self.head_dim_v, 16) + 32
 
     @property
-    def step_clocks(self) -> float:
+    def step_cycles(self) -> float:
         """What a tile of keys takes: the chain of one warpgroup, products and softmax, or, of many warpgroups, whatever
         is busiest, with a soft edge between the two. Within a tenth of the timed ones (docs/results/fa3.md)."""
-        products = 2 * WARPGROUP_ROWS * self.keys * (self.head_dim_qk + self.head_dim_v) / 4096  # FLOP per clock
-        exponentials = WARPGROUP_ROWS * self.keys / 16  # per clock
+        products = 2 * WARPGROUP_ROWS * self.keys * (self.head_dim_qk + self.head_dim_v) / 4096  # FLOP per cycle
+        exponentials = WARPGROUP_ROWS * self.keys / 16  # per cycle
         # What one warpgroup cannot hide: its softmax, and of its products what the softmax waits for. Fitted.
         chain = 230 + 4.6 * self.keys + 0.885 * products
         busiest = (products ** 3 + exponentials ** 3) ** (1 / 3)
         return float(((self.warpgroups * busiest) ** 5 + chain ** 5) ** 0.2)
 
 
-class Parts(NamedTuple):
-    """How the tiles after the first `full_tiles` are cut along their keys: parameters of the kernel."""
+class SplitPlan(NamedTuple):
+    """How the tiles after the first `full_tiles` are split along their keys: parameters of the kernel."""
 
     full_tiles: int
-    tiles_per_part: int  # tiles of keys
-    max_parts: int       # of one query tile
-    num_units: int       # full tiles and parts
+    tiles_per_split: int  # key tiles
+    max_splits: int       # of one query tile
+    num_work_tiles: int   # full tiles and splits
 
     @classmethod
-    def none(cls, num_tiles: int) -> Parts:
+    def none(cls, num_tiles: int) -> SplitPlan:
         return cls(num_tiles, 1, 1, num_tiles)
 
 
-class Shape(NamedTuple):
-    """Of a dense call, or of one that stands for another: the sizes that count here, as the key of a memo."""
+class ProblemShape(NamedTuple):
+    """The sizes that count here, of a dense call or of one that stands for a varlen call; the key of a memo."""
 
     batch: int
     seqlen_q: int
@@ -99,14 +99,14 @@ class Shape(NamedTuple):
     window: tuple[int, int] = (-1, -1)
 
     @classmethod
-    def of(cls, sizes: Sizes) -> Shape:
+    def of(cls, sizes: Sizes) -> ProblemShape:
         return cls(*(getattr(sizes, name) for name in cls._fields))
 
 
-class Grid(NamedTuple):
+class TileGrid(NamedTuple):
     """The query tiles of a call."""
 
-    cut: Cutting
+    config: TileConfig
     num_sms: int
     m_tiles: int    # of a head and sequence
     heads: int      # of all sequences; packed: of keys
@@ -117,12 +117,12 @@ class Grid(NamedTuple):
     reach: int      # keys that a tile sees, at most
 
     @classmethod
-    def of(cls, cut: Cutting, num_sms: int, shape: Shape) -> Grid:
+    def of(cls, config: TileConfig, num_sms: int, shape: ProblemShape) -> TileGrid:
         group = shape.num_heads_q // shape.num_heads_kv
-        queries, keys = cut.queries(group), shape.seqlen_kv
-        reach = keys if min(shape.window) < 0 else min(keys, sum(shape.window) + queries + cut.keys)
-        return cls(cut, num_sms, -(-shape.seqlen_q // queries),
-                   (shape.num_heads_kv if cut.packed else shape.num_heads_q) * shape.batch, group,
+        queries, keys = config.queries(group), shape.seqlen_kv
+        reach = keys if min(shape.window) < 0 else min(keys, sum(shape.window) + queries + config.keys)
+        return cls(config, num_sms, -(-shape.seqlen_q // queries),
+                   (shape.num_heads_kv if config.pack_gqa else shape.num_heads_q) * shape.batch, group,
                    shape.seqlen_q, keys, 0 if shape.top_left else keys - shape.seqlen_q, reach)
 
     @property
@@ -130,45 +130,45 @@ class Grid(NamedTuple):
         return self.m_tiles * self.heads
 
     @property
-    def rounds(self) -> int:
+    def waves(self) -> int:
         return -(-self.tiles // self.num_sms)
 
     @property
-    def part_bytes(self) -> int:
-        """Of a part, for the rows that exist."""
-        queries = self.cut.queries(self.group)
-        return min(self.seqlen_q, queries) * (self.group if self.cut.packed else 1) * self.cut.part_row_bytes
+    def split_bytes(self) -> int:
+        """Bytes of a split's partial output, for the rows that exist."""
+        queries = self.config.queries(self.group)
+        return min(self.seqlen_q, queries) * (self.group if self.config.pack_gqa else 1) * self.config.split_row_bytes
 
     def length(self, place: int) -> int:
-        """Tiles of keys of a tile of queries: number `place` of a head, the longest first. As num_parts in
-        templates/fa3/parts.cuh.j2 counts them."""
+        """Tiles of keys of a tile of queries: number `place` of a head, the longest first. As num_splits in
+        templates/fa3/splits.cuh.j2 counts them."""
         last = self.reach
-        if self.cut.causal:
+        if self.config.causal:
             # Tiles end with the last group of queries (first_group in flashgen/query_groups.cuh).
-            queries = self.cut.queries(self.group)
-            end = round_up(self.seqlen_q, queries // self.cut.warpgroups) - place * queries
+            queries = self.config.queries(self.group)
+            end = round_up(self.seqlen_q, queries // self.config.warpgroups) - place * queries
             last = min(end, self.seqlen_q) - 1 + self.shift
-        return max(min(last, self.seqlen_kv - 1), 0) // self.cut.keys + 1
+        return max(min(last, self.seqlen_kv - 1), 0) // self.config.keys + 1
 
-    def clocks(self) -> float:
-        """Of all tiles, beyond what every launch takes. Tiles of different lengths, the longest first, each to the SM
-        that is free first, end as well as together: as good a guess as going through them all."""
+    def cycles(self) -> float:
+        """SM cycles of all tiles, beyond what every launch takes. Tiles of different lengths, the longest first,
+        each to the SM that is free first, end as well as together: as good a guess as going through them all."""
         longest, shortest = self.length(0), self.length(self.m_tiles - 1)
-        busiest = max(longest, self.rounds * shortest, self.tiles * (longest + shortest) / 2 / self.num_sms)
-        return (self.cut.warpgroups * WARPGROUP_CLOCKS + busiest * self.cut.step_clocks
-                + max(self.rounds - 1, 0) * ROUND_CLOCKS)
+        busiest = max(longest, self.waves * shortest, self.tiles * (longest + shortest) / 2 / self.num_sms)
+        return (self.config.warpgroups * WARPGROUP_CYCLES + busiest * self.config.step_cycles
+                + max(self.waves - 1, 0) * WAVE_CYCLES)
 
-    def tail(self) -> dict[int, int]:
-        """How many of the tiles of the last, incomplete round have so many tiles of keys; none where they need no
-        parts."""
+    def last_wave(self) -> dict[int, int]:
+        """How many of the tiles of the last, incomplete wave have so many key tiles; none where they need no
+        splits."""
         left = self.tiles % self.num_sms
-        if self.cut.causal and not self.cut.packed:
-            # Blocks draw tickets, long tiles first, and end together without parts, unless tiles are few or equally
+        if self.config.causal and not self.config.pack_gqa:
+            # Blocks fetch long tiles first and end together without splits, unless tiles are few or equally
             # long.
             if self.tiles >= self.num_sms and self.seqlen_kv < 2 * self.seqlen_q:
                 return {}
             # The last tiles of slots/order/longest_first.cuh.j2, whose last section is longer.
-            heads = sections(self.cut, self.num_sms, self.heads, self.m_tiles, self.seqlen_kv,
+            heads = sections(self.config, self.num_sms, self.heads, self.m_tiles, self.seqlen_kv,
                              self.group)["heads_at_the_end"]
             places = [(heads * self.m_tiles - left + i) // heads for i in range(left)]
         else:
@@ -178,40 +178,42 @@ class Grid(NamedTuple):
             lengths[self.length(place)] += count
         return lengths
 
-    def cut_tail(self) -> tuple[Parts, float]:
-        """Its parts, and the clocks that they save."""
-        return split_tail(self.tiles, self.tail(), self.num_sms, self.part_bytes, self.cut)
+    def plan_splits(self) -> tuple[SplitPlan, float]:
+        """The splits of the last wave, and the SM cycles that they save."""
+        return split_last_wave(self.tiles, self.last_wave(), self.num_sms, self.split_bytes, self.config)
 
 
-def cut_launch(cut: Cutting, num_sms: int, shape: Shape, *, splits: bool, fixed: bool = False
-               ) -> tuple[Cutting, Parts]:
-    """(`cut` with the rows that the query tiles of a call have, how the last of them are cut along their keys).
+def cut_launch(config: TileConfig, num_sms: int, shape: ProblemShape, *, splits: bool, fixed: bool = False
+               ) -> tuple[TileConfig, SplitPlan]:
+    """(`config` with the rows that the query tiles of a call have, how the last of them are split along their keys).
     `fixed`: whatever the call, as many as the kernel has.
 
     Fewer rows are more tiles, which fill the SMs where tall ones would leave some idle; but each tile reads all the
     keys, and a single warpgroup hides nothing.
     """
-    tallest = Grid.of(cut, num_sms, shape)
-    if fixed or tallest.rounds > MANY_ROUNDS:
-        return cut, tallest.cut_tail()[0] if splits else Parts.none(tallest.tiles)
-    return _cheapest(cut, num_sms, splits, shape)[:2]
+    tallest = TileGrid.of(config, num_sms, shape)
+    if fixed or tallest.waves > MANY_WAVES:
+        return config, tallest.plan_splits()[0] if splits else SplitPlan.none(tallest.tiles)
+    return _cheapest(config, num_sms, splits, shape)[:2]
 
 
-@functools.lru_cache(maxsize=1024)  # best_twin asks first, and then the launch of the kernel that it chose
-def _cheapest(cut: Cutting, num_sms: int, splits: bool, shape: Shape) -> tuple[Cutting, Parts, float]:
-    """Of all numbers of warpgroups: as cut_launch, and the clocks."""
+@functools.lru_cache(maxsize=1024)  # best_variant asks first, and then the launch of the kernel that it chose
+def _cheapest(config: TileConfig, num_sms: int, splits: bool, shape: ProblemShape
+              ) -> tuple[TileConfig, SplitPlan, float]:
+    """The cheapest number of warpgroups: as cut_launch, and the SM cycles."""
     choices = []
-    for rows in range(cut.rows, 0, -WARPGROUP_ROWS):
-        grid = Grid.of(cut._replace(rows=rows), num_sms, shape)
-        parts, saved = grid.cut_tail() if splits else (Parts.none(grid.tiles), 0.0)
-        choices.append((grid.cut, parts, (grid.clocks() - saved) * (SPLITTING_COSTS if splits else 1.0)))
+    for rows in range(config.rows, 0, -WARPGROUP_ROWS):
+        grid = TileGrid.of(config._replace(rows=rows), num_sms, shape)
+        split_plan, saved = grid.plan_splits() if splits else (SplitPlan.none(grid.tiles), 0.0)
+        choices.append((grid.config, split_plan, (grid.cycles() - saved) * (SPLITTING_COSTS if splits else 1.0)))
     return min(choices, key=lambda choice: choice[2])
 
 
-def best_twin(cuts: tuple[Cutting, Cutting, Cutting], num_sms: int, shape: Shape) -> tuple[bool, bool | None]:
-    """Whether a dense call had better be served by a kernel that can cut its last tiles, because it does or because its
-    key tiles are wide, and by one that packs the query heads of a kv head into its tiles; None where none can. `cuts`:
-    of the three KINDS of the tile table.
+def best_variant(configs: tuple[TileConfig, TileConfig, TileConfig], num_sms: int, shape: ProblemShape
+                 ) -> tuple[bool, bool | None]:
+    """Whether a dense call had better be served by a kernel that can split its last tiles, because it
+    does or because its key tiles are wide, and by one that packs the query heads of a kv head into its tiles; None
+    where none can. `configs`: of the three KINDS of the tile table.
 
     Packing must spare rows that are multiplied for nothing, and not have keys read more often. Long sequences have as
     many rows packed or not, and unpacked ones are stored faster.
@@ -221,52 +223,52 @@ def best_twin(cuts: tuple[Cutting, Cutting, Cutting], num_sms: int, shape: Shape
     if group <= WARPGROUP_ROWS:
         packs = (-(-shape.seqlen_q // (WARPGROUP_ROWS // group))
                  <= PACKING_GAIN * group * -(-shape.seqlen_q // WARPGROUP_ROWS))
-    whole, cut, _ = cuts
+    whole, config, _ = configs
     if packs:
-        return True, packs  # all that pack can cut
-    if Grid.of(whole, num_sms, shape).rounds > MANY_ROUNDS:
-        wide = cut.keys >= WIDE_TILE and shape.seqlen_kv >= WIDE_KEYS
-        return wide or Grid.of(cut, num_sms, shape).cut_tail()[0].max_parts > 1, packs
-    return _cheapest(cut, num_sms, True, shape)[2] < _cheapest(whole, num_sms, False, shape)[2], packs
+        return True, packs  # all that pack can split
+    if TileGrid.of(whole, num_sms, shape).waves > MANY_WAVES:
+        wide = config.keys >= WIDE_TILE and shape.seqlen_kv >= WIDE_KEYS
+        return wide or TileGrid.of(config, num_sms, shape).plan_splits()[0].max_splits > 1, packs
+    return _cheapest(config, num_sms, True, shape)[2] < _cheapest(whole, num_sms, False, shape)[2], packs
 
 
-def split_tail(num_tiles: int, lengths: Mapping[int, int], num_sms: int, part_bytes: int, cut: Cutting
-               ) -> tuple[Parts, float]:
-    """How to cut the tiles of the last, incomplete round, and how many clocks that saves. `lengths`: how many of them
-    have so many tiles of keys.
+def split_last_wave(num_tiles: int, lengths: Mapping[int, int], num_sms: int, split_bytes: int, config: TileConfig
+                    ) -> tuple[SplitPlan, float]:
+    """How to split the tiles of the last, incomplete wave, and how many SM cycles that saves. `lengths`: how many of
+    them have so many key tiles.
 
-    Whole rounds of num_sms tiles keep every SM busy. The remainder would leave SMs idle in a last round of its own, so
-    its tiles are cut along the keys into parts, which take less time. A kernel that splits is itself a little slower,
-    so less than SPLIT_GAIN of the whole is no reason to. `part_bytes`: of device memory, for the rows that exist.
+    Whole waves of num_sms tiles keep every SM busy. The remainder would leave SMs idle in a last wave of its own, so
+    its tiles are split along the keys, and splits take less time. A kernel that splits is itself a little slower,
+    so less than SPLIT_GAIN of the whole is no reason to. `split_bytes`: of device memory, for the rows that exist.
     """
-    rest, longest, step = sum(lengths.values()), max(lengths, default=1), cut.step_clocks
-    unsplit = longest * step + ROUND_CLOCKS if rest else 0.0
-    best, least = Parts.none(num_tiles), unsplit
+    rest, longest, step = sum(lengths.values()), max(lengths, default=1), config.step_cycles
+    unsplit = longest * step + WAVE_CYCLES if rest else 0.0
+    best, least = SplitPlan.none(num_tiles), unsplit
     enough = least - SPLIT_GAIN * -(-num_tiles // num_sms) * longest * step
-    for count in range(2, min(MAX_PARTS, longest) + 1):
+    for count in range(2, min(MAX_SPLITS, longest) + 1):
         size = -(-longest // count)
-        parts = sum(tiles * -(-length // size) for length, tiles in lengths.items())
-        rounds = -(-parts // num_sms)
-        cost = rounds * (size * step + ROUND_CLOCKS) + MERGE_CLOCKS + parts * part_bytes * BYTE_CLOCKS
-        if cost < min(enough, 0.98 * least if best.max_parts > 1 else least):  # of those about as good, the fewest
-            best, least = Parts(num_tiles - rest, size, -(-longest // size), num_tiles - rest + parts), cost
-        if rounds > MAX_ROUNDS:
+        num_splits = sum(tiles * -(-length // size) for length, tiles in lengths.items())
+        waves = -(-num_splits // num_sms)
+        cost = waves * (size * step + WAVE_CYCLES) + MERGE_CYCLES + num_splits * split_bytes * BYTE_CYCLES
+        if cost < min(enough, 0.98 * least if best.max_splits > 1 else least):  # of those about as good, the fewest
+            best, least = SplitPlan(num_tiles - rest, size, -(-longest // size), num_tiles - rest + num_splits), cost
+        if waves > MAX_WAVES:
             break
     return best, unsplit - least
 
 
-def sections(cut: Cutting, num_sms: int, heads: int, m_tiles: int, seqlen_kv: int, heads_per_kv_head: int
+def sections(config: TileConfig, num_sms: int, heads: int, m_tiles: int, seqlen_kv: int, heads_per_kv_head: int
              ) -> dict[str, int]:
     """How slots/order/longest_first.cuh.j2 goes through query heads: those of all sequences; of a varlen call, those of
     all sequences as one, with seqlen_kv keys.
 
     heads_per_section: as many as read SECTION_BYTES of K and V together, so that L2 keeps them while the query tiles of
-    a section are worked on; at least 1, at most SECTION_HEADS. heads_at_the_end: enough for LAST_ROUNDS rounds of all
+    a section are worked on; at least 1, at most SECTION_HEADS. heads_at_the_end: enough for LAST_WAVES waves of all
     SMs, whose tiles end in order of length. heads_before_the_end: the others, in whole sections. Where data decide
     which keys a query tile reads, nobody knows how many bytes that will be, and SECTION_HEADS even out its length.
     """
-    key_bytes = 0 if cut.walked else seqlen_kv * (cut.head_dim_qk + cut.head_dim_v) * cut.element_bytes
+    key_bytes = 0 if config.by_class else seqlen_kv * (config.head_dim_qk + config.head_dim_v) * config.element_bytes
     per_section = max(1, min(SECTION_HEADS, heads, SECTION_BYTES * heads_per_kv_head // max(key_bytes, 1)))
-    at_the_end = min(heads, -(-LAST_ROUNDS * num_sms // max(m_tiles, 1)))
+    at_the_end = min(heads, -(-LAST_WAVES * num_sms // max(m_tiles, 1)))
     before = (heads - at_the_end) // per_section * per_section
     return {"heads_per_section": per_section, "heads_before_the_end": before, "heads_at_the_end": heads - before}

@@ -21,7 +21,7 @@ class TileRow(Row):
     kinds: frozenset[str] = EVERY
     q_stages: int                 # query tiles in flight per warpgroup
     schedule: str = "pingpong"    # in which warpgroups take turns to issue products; or "overlap"
-    p_operand: str = "registers"  # where the A operand of the value product is: or in "shared" memory
+    p_operand: str = "registers"  # where the A operand of the PV product is: or in "shared" memory
 
 
 def kernel_kind(split: bool, pack_gqa: bool) -> str:
@@ -34,7 +34,7 @@ def _row(head_dim_qk: int, head_dim_v: int, *, m: int, **fields: Any) -> TileRow
 
 
 _TIMED = "fastest of the candidates timed on an H200, 2026-11-30 (docs/fa3.md)"
-_FEW = "for few query tiles, which are of one or two warpgroups: more would leave copy warps too few registers"
+_FEW = "for few query tiles, which are of one or two warpgroups: more would leave producer warps too few registers"
 _BESIDE = "the tile of a neighbouring head size, as shared memory and registers allow; not timed"
 
 _ROWS: tuple[TileRow, ...] = (

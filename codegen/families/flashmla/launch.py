@@ -9,7 +9,7 @@ from flashgen.codegen.program import Buffer, Program, Step
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS
 
 OVERHEAD_TILES = 5  # what a segment costs beside its tiles: queries, the first scores, the output
-MOST_SINGLE_TILES = 16  # of a request that may have a part each; with more parts the merge outweighs a tile's products
+MOST_SINGLE_TILES = 16  # of a request that may have a partition each; with more, the merge outweighs a tile's products
 
 
 def row_blocks(queries: QuerySizes) -> int:
@@ -48,11 +48,11 @@ def launch_decode(plans: Mapping[str, Plan], sizes: DecodeSizes, num_sms: int) -
     values = {
         "q_outer": sizes.queries.batch, "kv_outer": sizes.num_pages, "kv_rows": sizes.page_size,
         "q_rows": seqlen_q * num_heads_q, "num_heads": num_heads_q, "seqlen_q": seqlen_q,
-        "max_pages": sizes.max_pages, "page_size": sizes.page_size, "hidden_keys": seqlen_q - 1 if sizes.causal else 0,
+        "max_pages": sizes.max_pages, "page_size": sizes.page_size, "masked_keys": seqlen_q - 1 if sizes.causal else 0,
         "lse_counts_sink": int(sizes.lse_counts_sink), "scale_log2": sizes.softmax_scale * LOG2_E, **sizes.strides,
     }
     decode = Program((Step("decode", blocks, plan.launch.threads, values, cooperative=True),),
-                     (Buffer("partials", "f32", (2 * blocks, plan.constant("PART_FLOATS"))),
+                     (Buffer("partials", "f32", (2 * blocks, plan.constant("PARTIAL_FLOATS"))),
                       Buffer("counters", "i32", (2 * blocks,), "counters")))
     if "schedule" not in plans:
         return decode

@@ -2,7 +2,7 @@
 
 One latent of head_dim_qk columns per token serves all heads as key, its first head_dim_v columns as value. A block has
 64 rows (token * num_heads + head) of one request at a time. Two warpgroups hold half of the output columns each, and
-make the scores and weights of every other tile of keys: the softmax of one runs under the products of the other, and
+make S and P of every other key tile: the softmax of one runs under the products of the other, and
 each tile is read from device memory once. docs/flashmla.md has the schedule drawn in time, docs/lab/flashmla.md
 what else was tried.
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 BLOCK_N = 64                  # keys per tile: a page of the cache in its usual size
 PANEL_COLS = 64               # of a tile, 128 bytes
-SLOT_COLS = 128               # of a tile, that are loaded at once: scores start when the first have landed
-NUM_SLOTS = {"boxes": 10, "rows": 8}  # two tiles and what fits: loads run ahead of products that free their places
+SUB_TILE_COLS = 128           # of a tile, that are loaded at once: scores start when the first have landed
+KV_STAGES = {"boxes": 10, "rows": 8}  # two tiles and what fits: loads run ahead of products that free their stages
 REGISTER_QUERY_PANELS = 3     # which spares products 24 KiB of what they read for each tile, and makes room for loads
 LOAD_REGISTERS, MMA_REGISTERS = 24, 240
-SEGMENTS = 8                  # announced at most: two tiles ahead and two behind, each of another request, and some
+SEGMENTS = 8                  # published at most: two tiles ahead and two behind, each of another request, and some
 SEGMENT_BYTES = 40
 RECORD_WORDS = 16             # of the schedule, per block
 PARTIAL_ROW_FLOATS = 2        # reference and sum
@@ -36,22 +36,22 @@ MIN_BLOCK_ROWS = 16           # those of a warp: with fewer there is no less to 
 
 def lower_decode(spec: Spec, target: Target) -> Plan:
     _check(spec, target)
-    rotary = spec.head_dim_qk > spec.head_dim_v
+    rope = spec.head_dim_qk > spec.head_dim_v
     cache = "dense" if spec.kv_layout == "dense" else "pages"
     copy = "rows" if spec.page_size == 1 else "boxes"
-    barriers = _barriers(rotary, copy)
+    barriers = _barriers(rope, copy)
     smem = _smem(spec, barriers, copy)
     element, half = DTYPES[spec.dtype].element, spec.head_dim_v // 2
     return Plan(
         variant=spec.variant, target=target.name, family="flashmla", pass_="decode", spec=spec.fields(),
         template="flashmla/decode.cu.j2", element=element, constants=_constants(spec, copy),
-        slots=(("cache", cache), ("copy", copy)), flags=(("rotary", rotary), ("weights_await_room", not rotary)),
-        params=_params(rotary, copy),
+        slots=(("cache", cache), ("copy", copy)), flags=(("rope", rope), ("p_awaits_room", not rope)),
+        params=_params(rope, copy),
         smem=smem, roles=(Role("load", WARPGROUP_WARPS, LOAD_REGISTERS),
                           Role("mma", 2 * WARPGROUP_WARPS, MMA_REGISTERS)),
         launch=Launch(3 * WARPGROUP_THREADS, 1, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = records of the schedule, all resident at once", programmatic=True),
-        tensor_maps=_tensor_maps(spec, rotary, copy), barriers=barriers,
+        tensor_maps=_tensor_maps(spec, rope, copy), barriers=barriers,
         wgmma_shapes=tuple(shape for n, b_major in ((BLOCK_N, "K_MAJOR"), (half, "MN_MAJOR"))
                            for a_source in ("shared", "registers")
                            for shape in product_shapes(element, n, a_source, "K_MAJOR", b_major, PANEL_COLS)),
@@ -74,7 +74,7 @@ def lower_schedule(spec: Spec, target: Target) -> Plan:
             Param("q_rows", "i32", "seqlen_q * num_heads of the decode"),
             Param("blocks", "i32", "of the decode: at least one for every 64 rows"),
             Param("overhead_tiles", "i32", "what a segment costs beside its tiles, in tiles"),
-            Param("most_single_tiles", "i32", "tiles of a request that may have a part each"),
+            Param("most_single_tiles", "i32", "tiles of a request that may have a partition each"),
         ),
         smem=(), roles=(Role("schedule", 1),), launch=Launch(32, 1, 0, "x = 1"),
     )
@@ -90,34 +90,34 @@ def _query_panels(spec: Spec) -> tuple[int, int]:
     return spec.head_dim_qk // PANEL_COLS - REGISTER_QUERY_PANELS, REGISTER_QUERY_PANELS
 
 
-def _barriers(rotary: bool, copy: str) -> tuple[Barrier, ...]:
+def _barriers(rope: bool, copy: str) -> tuple[Barrier, ...]:
     return (
-        Barrier("SLOT_FULL", NUM_SLOTS[copy], 1, "a piece of a tile has landed"),
-        Barrier("SLOT_EMPTY", NUM_SLOTS[copy], WARPGROUP_WARPS,
+        Barrier("KV_FULL", KV_STAGES[copy], 1, "a sub-tile has landed"),
+        Barrier("KV_EMPTY", KV_STAGES[copy], WARPGROUP_WARPS,
                 "the warpgroup whose output columns it is has multiplied it"),
-        *((Barrier("PAIR_FULL", 2, WARPGROUP_WARPS if copy == "rows" else 1,
-                   "the rotary columns of a tile have landed"),) if rotary else ()),
-        Barrier("PAIR_EMPTY", 2, WARPGROUP_WARPS, "the other warpgroup has used the weights that took their place"),
-        Barrier("WEIGHTS_FULL", 2, WARPGROUP_WARPS, "the weights of a tile are there, and their reference"),
-        Barrier("ANNOUNCED", 1, 1, "the next segment is announced"),
+        *((Barrier("ROPE_P_FULL", 2, WARPGROUP_WARPS if copy == "rows" else 1,
+                   "the RoPE columns of a tile have landed"),) if rope else ()),
+        Barrier("ROPE_P_EMPTY", 2, WARPGROUP_WARPS, "the other warpgroup has multiplied the P that took their place"),
+        Barrier("P_FULL", 2, WARPGROUP_WARPS, "P of a tile has been stored, with its row references"),
+        Barrier("SEGMENT_FULL", 1, 1, "the next segment has been published"),
         Barrier("Q_FULL", 1, 1, "its queries have landed"),
         Barrier("Q_EMPTY", 1, 2 * WARPGROUP_WARPS, "both warpgroups have made their last scores of it"),
-        Barrier("PARTS_FULL", 2, 1, "all parts of the block's first request are there, or of its last"),
+        Barrier("SPLITS_FULL", 2, 1, "all splits of the block's first, or last, request are written"),
     )
 
 
 def _smem(spec: Spec, barriers: tuple[Barrier, ...], copy: str) -> tuple[Region, ...]:
     panels, _ = _query_panels(spec)
     return layout_regions((
-        ("SLOTS", NUM_SLOTS[copy] * tile_bytes(BLOCK_N, SLOT_COLS),
-         f"{NUM_SLOTS[copy]} pieces of {SLOT_COLS} columns of {BLOCK_N} keys"),
-        ("PAIR", 2 * tile_bytes(BLOCK_N, PANEL_COLS), "rotary columns of two tiles, then the weights in their place"),
+        ("KV", KV_STAGES[copy] * tile_bytes(BLOCK_N, SUB_TILE_COLS),
+         f"{KV_STAGES[copy]} sub-tiles of {SUB_TILE_COLS} columns of {BLOCK_N} keys"),
+        ("ROPE_P", 2 * tile_bytes(BLOCK_N, PANEL_COLS), "RoPE columns of two tiles, then P in their place"),
         ("Q", tile_bytes(WARPGROUP_ROWS, PANEL_COLS * panels), f"the first {panels} panels of the queries"),
-        ("REFERENCES", 2 * 4 * WARPGROUP_ROWS, "[2 tiles][row] what the weights are relative to"),
+        ("REFERENCES", 2 * 4 * WARPGROUP_ROWS, "[2 tiles][row] row references of P"),
         ("RAISED", 2 * 4 * WARPGROUP_WARPS, "[2 tiles][warp] whether it has changed"),
         ("SUMS", 2 * 2 * 4 * WARPGROUP_ROWS, "[2 segments][warpgroup][row] shares of the denominators"),
-        ("SEGMENTS", SEGMENTS * SEGMENT_BYTES, f"{SEGMENTS} announcements of segments"),
-        *((("ROWS", WARPGROUP_WARPS * 8 * BLOCK_N, "[copy warp][key of a tile] where it lies"),)
+        ("SEGMENTS", SEGMENTS * SEGMENT_BYTES, f"{SEGMENTS} segments"),
+        *((("ROWS", WARPGROUP_WARPS * 8 * BLOCK_N, "[producer warp][key of a tile] where it lies"),)
           if copy == "rows" else ()),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))
@@ -129,43 +129,43 @@ def _constants(spec: Spec, copy: str) -> tuple[Constant, ...]:
     return (
         Constant("BLOCK_M", WARPGROUP_ROWS, "rows of a wgmma: of a block, at most"),
         Constant("BLOCK_N", BLOCK_N, "keys per tile"),
-        Constant("SLOT_COLS", SLOT_COLS, "columns of a piece of a tile: what is loaded and freed at once"),
-        Constant("NUM_SLOTS", NUM_SLOTS[copy], "pieces in shared memory"),
+        Constant("SUB_TILE_COLS", SUB_TILE_COLS, "columns of a sub-tile: what is loaded and freed at once"),
+        Constant("KV_STAGES", KV_STAGES[copy], "sub-tiles in shared memory"),
         Constant("SMEM_QUERY_PANELS", in_smem, "of 64 columns of the queries in shared memory"),
         Constant("REGISTER_QUERY_PANELS", in_registers, "of them in registers: the last"),
-        Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of the cache: latent, then rotary"),
+        Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of the cache: latent, then RoPE"),
         Constant("HALF_COLS", half, "columns of the output that a warpgroup holds"),
-        Constant("SEGMENTS", SEGMENTS, "announced at most: two tiles ahead and two behind, and the next"),
+        Constant("SEGMENTS", SEGMENTS, "published at most: two tiles ahead and two behind, and the next"),
         Constant("RECORD_WORDS", RECORD_WORDS, "words of a block's record in the schedule"),
-        Constant("PART_FLOATS", WARPGROUP_ROWS * (spec.head_dim_v + PARTIAL_ROW_FLOATS),
-                 "one part of a request that is cut: output, references and sums"),
+        Constant("PARTIAL_FLOATS", WARPGROUP_ROWS * (spec.head_dim_v + PARTIAL_ROW_FLOATS),
+                 "one split of a request: output, row references and row sums"),
         Constant("SCORES_BARRIER", 1, "first of two named barriers, one per warpgroup"),
         Constant("SUMS_BARRIER", 3, "the named barrier at which both warpgroups meet"),
-        Constant("TURN_BARRIER", 4, "the one at which the right warpgroup waits for its turn to make scores"),
-        Constant("VALUES_BARRIER", 5, "... and to multiply the values of its own tile"),
-        Constant("NUM_THREADS", 3 * WARPGROUP_THREADS, "with the warpgroup of copy warps"),
+        Constant("PINGPONG_BARRIER", 4, "the one at which the right warpgroup waits for its turn to make scores"),
+        Constant("VALUES_BARRIER", 5, "the one at which it waits to multiply the values of its own tile"),
+        Constant("NUM_THREADS", 3 * WARPGROUP_THREADS, "with the producer warpgroup"),
         Constant("LOAD_REGISTERS", LOAD_REGISTERS, "per thread that copies"),
-        Constant("MMA_REGISTERS", MMA_REGISTERS, "per thread that multiplies: what the others leave of 64 Ki"),
+        Constant("MMA_REGISTERS", MMA_REGISTERS, "per consumer thread: what the producers leave of 64 Ki"),
     )
 
 
-def _tensor_maps(spec: Spec, rotary: bool, copy: str) -> tuple[TensorMap, ...]:
+def _tensor_maps(spec: Spec, rope: bool, copy: str) -> tuple[TensorMap, ...]:
     def panels(name: str, tensor: str, count: int, rows: int) -> TensorMap:
         return TensorMap(name, tensor, PANEL_COLS, rows, 2 * PANEL_COLS, box_panels=count)
 
     queries = panels("q_map", "q", _query_panels(spec)[0], WARPGROUP_ROWS)
     if copy == "rows":
         return (queries,)
-    return (queries, panels("kv_map", "kv", SLOT_COLS // PANEL_COLS, BLOCK_N),
-            *((panels("rotary_map", "kv", 1, BLOCK_N),) if rotary else ()))
+    return (queries, panels("kv_map", "kv", SUB_TILE_COLS // PANEL_COLS, BLOCK_N),
+            *((panels("rope_map", "kv", 1, BLOCK_N),) if rope else ()))
 
 
-def _params(rotary: bool, copy: str) -> tuple[Param, ...]:
+def _params(rope: bool, copy: str) -> tuple[Param, ...]:
     """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
     rows = copy == "rows"
-    maps = ["q", *(["kv"] if not rows else []), *(["rotary"] if rotary and not rows else [])]
+    maps = ["q", *(["kv"] if not rows else []), *(["rope"] if rope and not rows else [])]
     return (
-        *(Param(f"{name}_map", "tensor_map", f"of {'kv' if name == 'rotary' else name}: [64, rows, panels, "
+        *(Param(f"{name}_map", "tensor_map", f"of {'kv' if name == 'rope' else name}: [64, rows, panels, "
                                              f"{'batch' if name == 'q' else 'pages'}]") for name in maps),
         Param("q", "element_ptr", "[batch, q_rows, head_dim_qk]"),
         Param("kv", "element_ptr", "[num_pages, page_size, head_dim_qk]"),
@@ -175,7 +175,7 @@ def _params(rotary: bool, copy: str) -> tuple[Param, ...]:
         Param("seqlens", "i32_ptr", "[batch], keys of each request"),
         Param("sink", "f32_ptr", "[num_heads], logit that joins the denominator; null: none"),
         Param("schedule", "i32_ptr", "[blocks][RECORD_WORDS], of the schedule kernel"),
-        Param("partials", "f32_out", "[blocks][2] results of PART_FLOATS"),
+        Param("partials", "f32_out", "[blocks][2] results of PARTIAL_FLOATS"),
         Param("counters", "i32_out", "[blocks] arrivals and departures, zero between launches"),
         Param("q_outer_stride", "i64", "elements from request to request"),
         Param("q_row_stride", "i64", "elements"),
@@ -187,7 +187,7 @@ def _params(rotary: bool, copy: str) -> tuple[Param, ...]:
         Param("seqlen_q", "i32", "new tokens of each request"),
         Param("max_pages", "i32", "columns of the page table"),
         Param("page_size", "divisor", "rows of a page"),
-        Param("hidden_keys", "i32", "last keys that the first token does not see: seqlen_q - 1 if causal, else 0"),
+        Param("masked_keys", "i32", "last keys that the first token does not see: seqlen_q - 1 if causal, else 0"),
         Param("lse_counts_sink", "i32", "1: lse has the sink in it"),
         Param("scale_log2", "f32", "softmax_scale * log2(e)"),
     )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TRAITS = (Trait("page_size", None, lambda wanted: (64, 1) if wanted == 64 else (wanted,)),)
 
 ONLY = (
-    Only("head_dim_qk", (512, 576), "columns of the latent cache, without and with the rotary ones"),
+    Only("head_dim_qk", (512, 576), "columns of the latent cache, without and with RoPE columns"),
     Only("head_dim_v", (512,), "a value is the first 512 columns of its key"),
     Only("kv_layout", ("dense", "paged"), "the forms of a cache"),
     Only("causal", (False,), "it comes with each call"),

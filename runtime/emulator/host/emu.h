@@ -1,4 +1,4 @@
-// What the host drawer and the CUDA shim call. Each function is one instruction (or one intrinsic) of the kernel text;
+// What the host's PTX wrappers and the CUDA shim call. Each function is one instruction (or one intrinsic) of the kernel text;
 // its meaning, its checks and its arithmetic live in the runtime, which is compiled without access hooks.
 #pragma once
 #include <stdint.h>

@@ -1,4 +1,4 @@
-// The copy engine: cp.async.bulk (PTX ISA 9.7.9.25.4) and tensor copies (9.7.9.25.5). Loads report to an mbarrier,
+// TMA: cp.async.bulk (PTX ISA 9.7.9.25.4) and tensor copies (9.7.9.25.5). Loads report to an mbarrier,
 // stores and sums belong to groups of the issuing thread. Each copy reads and writes at moments of its own.
 #include <algorithm>
 #include <cstring>

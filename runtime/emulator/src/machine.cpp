@@ -17,7 +17,7 @@ bool on_scheduler_stack = true;
 namespace {
 
 constexpr double SWITCH_WARP = 0.125;  // after all lanes of a warp have had their turn
-constexpr double YIELD = 0.05;         // in a drawer call, under the random policy
+constexpr double YIELD = 0.05;         // in a PTX wrapper, under the random policy
 constexpr double STEP_ASYNC = 0.1;     // between two turns of warps, under the random policy
 constexpr size_t MAX_RESIDENT = 64;
 constexpr int MAX_IDLE_POLLS = 10000;

@@ -67,7 +67,7 @@ struct Fiber {
   int lane = 0;
   uint16_t agent = 0;
   Index3 index{};
-  uint32_t pc = 0;  // of the drawer call or access that it is in
+  uint32_t pc = 0;  // of the PTX wrapper or access that it is in
   Wait wait = Wait::NOTHING;
   int wait_for = 0;   // barrier number, or how many copy groups may stay in flight
   bool vote = false;  // result of the last barrier
@@ -264,7 +264,7 @@ extern bool on_scheduler_stack;
 
 void return_to_scheduler(Fiber& fiber);  // comes back when it is its turn again
 
-// A drawer call begins: remembers where.
+// A PTX wrapper begins: remembers where.
 Fiber& enter(const void* return_address);
 void maybe_yield(Fiber& fiber);  // lets others run now and then
 

@@ -15,7 +15,7 @@ struct Costs {  // in clocks; made by runtime/emulator/costs.py
 };
 
 struct Span {
-  uint32_t row;  // warp, or the number of warps: the copy engine, or one more: the tensor cores under wgmma
+  uint32_t row;  // warp, or the number of warps: TMA, or one more: the tensor cores under wgmma
   Kind kind;
   uint32_t pc;
   double begin, end;

@@ -24,7 +24,7 @@ from flashgen.runtime.ops.attention import timed
 from flashgen.runtime.ops.attention.problem import Inputs
 from flashgen.runtime.ops.attention.timed import AttentionJob, compiled_flex
 from flashgen.runtime.ops.attention.variants import NO_MASK, VariantCase, load_variants
-from flashgen.runtime.verify.changes import Changes, Place
+from flashgen.runtime.verify.expression_mods import BlockOffset, ExpressionMods
 
 ROWS_AT_ONCE = 1024        # of a mask whose pairs are counted
 PROCESSES = 8              # that compile FlexAttention at once
@@ -168,20 +168,20 @@ def find(peer: str) -> Peer:
 def visible_pairs(case: VariantCase, values: Mapping[str, Any], device: str | torch.device) -> int:
     """(query, key) pairs that the mask leaves, over all heads and sequences."""
     problem, (rows, keys) = case.problem, case.problem.lengths[0]
-    changes = Changes.of(case.spec, values) if case.spec else Changes()
+    mods = ExpressionMods.of(case.spec, values) if case.spec else ExpressionMods()
     # Heads are looked at one by one where the mask names them, else once.
-    by_head = changes.mask is not None and bool({"head_q", "head_kv"} & names_of(changes.mask).keys())
+    by_head = mods.mask is not None and bool({"head_q", "head_kv"} & names_of(mods.mask).keys())
     heads = problem.num_heads_q if by_head else 1
     total = 0
     for first in range(0, rows, ROWS_AT_ONCE):
         count = min(ROWS_AT_ONCE, rows - first)
         scores = torch.empty(1, device=device).expand(problem.batch, heads, 1, count, keys)
-        env = changes.env(Place(rows, keys, first_row=first), scores)
+        env = mods.env(BlockOffset(rows, keys, first_row=first), scores)
         seen = torch.ones((1, 1, 1, 1, 1), dtype=torch.bool, device=device)
         if problem.causal:
             seen = seen & (env["kv_pos"] <= env["q_pos"])
-        if changes.mask is not None:
-            seen = seen & evaluate(changes.mask, env, torch)
+        if mods.mask is not None:
+            seen = seen & evaluate(mods.mask, env, torch)
         total += int(seen.expand_as(scores).sum())
     return total * (problem.num_heads_q // heads)
 

@@ -53,7 +53,7 @@ def few_problems(spec: Spec, plan: Plan) -> Iterator[Problem]:
 
 def inputs(problem: Problem, spec: Spec, device: str) -> Inputs:
     found = problem.make_inputs(device)
-    return found.changed_by(spec, seed=problem.seed) if changes_scores(spec) else found
+    return found.with_mods(spec, seed=problem.seed) if has_score_mod(spec) else found
 
 
 EXAMPLES = {"fwd": {"batch": 1, "seqlen_q": 256, "num_heads_q": 1}}
@@ -73,14 +73,14 @@ def example(spec: Spec, shape: Shape) -> Example:
 
 def identities(spec: Spec, plan: Plan, seed: int) -> Iterator[tuple[str, Identity, Problem]]:
     """Of each mask; none where a call means something else than plain attention."""
-    for mask in () if changes_scores(spec) else masks(spec):
+    for mask in () if has_score_mod(spec) else masks(spec):
         problem = company_problem(spec, _tiles(spec)[0], mask, seed)
         for name, identity in IDENTITIES.items():
             if name != "future keys" or mask == (True, (-1, -1)):
                 yield name, identity, problem
 
 
-def changes_scores(spec: Spec) -> bool:
+def has_score_mod(spec: Spec) -> bool:
     """Whether a call of it means something else than plain attention, and so needs parameters."""
     return bool(spec.expressions) or spec.sink != "none" or spec.normalize != "softmax"
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from flashgen.codegen.spec.spec import Spec
-    from flashgen.runtime.verify.changes import Changes
     from flashgen.runtime.verify.compare import Truth
+    from flashgen.runtime.verify.expression_mods import ExpressionMods
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Inputs:
     softmax_scale: float | None = None
     cu_seqlens_q: torch.Tensor | None = field(default=None)
     cu_seqlens_kv: torch.Tensor | None = field(default=None)
-    changes: Changes | None = None  # what the expressions of the spec mean, and values for its parameters
+    mods: ExpressionMods | None = None  # what the expressions of the spec mean, and values for its parameters
 
     @property
     def heads_first(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -152,27 +152,27 @@ class Inputs:
         """Everything but q, k and v, as `flashgen.attention` names it; and `reference`, without changes."""
         found = {name: getattr(self, name)
                  for name in ("causal", "window", "softmax_scale", "cu_seqlens_q", "cu_seqlens_kv")}
-        return found if self.changes is None else {**found, "params": self.changes.params}
+        return found if self.mods is None else {**found, "params": self.mods.params}
 
     @property
     def meaning(self) -> dict[str, Any]:
         """The same as `reference` and `lowprec` name it."""
         found = self.keywords
-        if self.changes is not None:
-            found["changes"] = self.changes
+        if self.mods is not None:
+            found["mods"] = self.mods
             del found["params"]
         return found
 
-    def changed_by(self, spec: Spec, params: Mapping[str, Any] | None = None, seed: int = 0) -> Inputs:
+    def with_mods(self, spec: Spec, params: Mapping[str, Any] | None = None, seed: int = 0) -> Inputs:
         """The same call of a spec with expressions; values for its parameters are drawn where none are given."""
-        from flashgen.runtime.verify.changes import Changes, sample_params
+        from flashgen.runtime.verify.expression_mods import ExpressionMods, sample_params
 
         rows_q, rows_kv = self.q.shape[-3], self.k.shape[-3]
         sizes = {"num_heads_q": self.q.shape[-2], "num_heads_kv": self.k.shape[-2], "seqlen_q": rows_q,
                  "seqlen_kv": rows_kv, "total_q": rows_q, "total_kv": rows_kv,
                  "batch": self.q.shape[0] if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1}
         drawn = sample_params(spec, sizes, self.q.device, seed)
-        return self.with_(changes=Changes.of(spec, {**drawn, **(params or {})}))
+        return self.with_(mods=ExpressionMods.of(spec, {**drawn, **(params or {})}))
 
     def with_(self, **changes: Any) -> Inputs:
         return replace(self, **changes)

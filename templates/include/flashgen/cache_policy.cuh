@@ -1,4 +1,4 @@
-// Hints for L2 that go with the copies of the copy engine. Plain CUDA, so that device and emulator read the same text.
+// Hints for L2 that go with the copies of TMA. Plain CUDA, so that device and emulator read the same text.
 #pragma once
 #include "flashgen/prelude.cuh"
 

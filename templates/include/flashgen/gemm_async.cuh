@@ -1,4 +1,4 @@
-// The two products of attention on wgmma, for one warpgroup. Tiles are TileShapes, which the copy engine fills: what it
+// The two products of attention on wgmma, for one warpgroup. Tiles are TileShapes, which TMA fills: what it
 // swizzles at 128 or 64 bytes is TileShape's own swizzle. Fragments are those of mma.sync with M = 1: s[0][n][2 * h + i]
 // is row lane / 4 + 8 * h of the warp's 16, column 8 * n + 2 * (lane % 4) + i.
 #pragma once
@@ -62,7 +62,7 @@ FG_DEVICE void fill_zero(uint32_t (&operand)[N][4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       operand[n][i] = 0;
-      tie_registers(operand[n][i]);  // here: a constant would be set where products already run
+      pin_registers(operand[n][i]);  // here: a constant would be set where products already run
     }
 }
 
@@ -71,78 +71,78 @@ constexpr int STATEMENT_STEPS = 4;
 FG_DEVICE constexpr int statement_steps(int left) { return left < STATEMENT_STEPS ? left : STATEMENT_STEPS; }
 
 template <class QueryTile, class KeyTile, int FIRST, int K_STEPS, class Element, int N>
-FG_DEVICE void score_steps(float (&s)[1][N][4], uint64_t q, uint64_t k) {
+FG_DEVICE void qk_steps(float (&s)[1][N][4], uint64_t q, uint64_t k) {
   if constexpr (FIRST < K_STEPS) {
     uint64_t q_steps[statement_steps(K_STEPS - FIRST)], k_steps[statement_steps(K_STEPS - FIRST)];
     fill_steps<AlongColumns<QueryTile>>(q_steps, q, FIRST);
     fill_steps<AlongColumns<KeyTile>>(k_steps, k, FIRST);
     wgmma_ss<8 * N, K_MAJOR, K_MAJOR>(Element{}, registers_of(s), q_steps, k_steps, FIRST > 0);
-    score_steps<QueryTile, KeyTile, FIRST + STATEMENT_STEPS, K_STEPS, Element>(s, q, k);
+    qk_steps<QueryTile, KeyTile, FIRST + STATEMENT_STEPS, K_STEPS, Element>(s, q, k);
   }
 }
 
 // Starts s = q k^T over K_STEPS * 16 columns, as one group.
 template <class QueryTile, class KeyTile, int K_STEPS, class Element, int N>
-FG_DEVICE void issue_scores(float (&s)[1][N][4], uint64_t q, uint64_t k) {
+FG_DEVICE void issue_qk(float (&s)[1][N][4], uint64_t q, uint64_t k) {
   wgmma_fence(registers_of(s));
-  score_steps<QueryTile, KeyTile, 0, K_STEPS, Element>(s, q, k);
+  qk_steps<QueryTile, KeyTile, 0, K_STEPS, Element>(s, q, k);
   wgmma_commit();
 }
 
 template <class ValueTile, int FIRST, class Element, int V, int K_STEPS>
-FG_DEVICE void value_steps(float (&o)[1][V][4], const uint32_t (&p)[K_STEPS][4], uint64_t v) {
+FG_DEVICE void pv_steps(float (&o)[1][V][4], const uint32_t (&p)[K_STEPS][4], uint64_t v) {
   if constexpr (FIRST < K_STEPS) {
     constexpr int STEPS = statement_steps(K_STEPS - FIRST);
     uint64_t v_steps[STEPS];
     fill_steps<AlongRows<ValueTile>>(v_steps, v, FIRST);
     wgmma_rs<8 * V, MN_MAJOR>(Element{}, registers_of(o), reinterpret_cast<const uint32_t(&)[STEPS][4]>(p[FIRST]), v_steps, 1);
-    value_steps<ValueTile, FIRST + STATEMENT_STEPS, Element>(o, p, v);
+    pv_steps<ValueTile, FIRST + STATEMENT_STEPS, Element>(o, p, v);
   }
 }
 
 // Starts o += p v, as one group.
 template <class ValueTile, class Element, int V, int K_STEPS>
-FG_DEVICE void issue_values(float (&o)[1][V][4], uint32_t (&p)[K_STEPS][4], uint64_t v) {
+FG_DEVICE void issue_pv(float (&o)[1][V][4], uint32_t (&p)[K_STEPS][4], uint64_t v) {
   wgmma_fence(registers_of(o), p);
-  value_steps<ValueTile, 0, Element>(o, p, v);
+  pv_steps<ValueTile, 0, Element>(o, p, v);
   wgmma_commit();
 }
 
-template <class WeightTile, class ValueTile, int FIRST, class Element, int V>
-FG_DEVICE void value_steps(float (&o)[1][V][4], uint64_t p, uint64_t v) {
-  constexpr int K_STEPS = WeightTile::COLS / K_STEP;
+template <class PTile, class ValueTile, int FIRST, class Element, int V>
+FG_DEVICE void pv_steps(float (&o)[1][V][4], uint64_t p, uint64_t v) {
+  constexpr int K_STEPS = PTile::COLS / K_STEP;
   if constexpr (FIRST < K_STEPS) {
     uint64_t p_steps[statement_steps(K_STEPS - FIRST)], v_steps[statement_steps(K_STEPS - FIRST)];
-    fill_steps<AlongColumns<WeightTile>>(p_steps, p, FIRST);
+    fill_steps<AlongColumns<PTile>>(p_steps, p, FIRST);
     fill_steps<AlongRows<ValueTile>>(v_steps, v, FIRST);
     wgmma_ss<8 * V, K_MAJOR, MN_MAJOR>(Element{}, registers_of(o), p_steps, v_steps, 1);
-    value_steps<WeightTile, ValueTile, FIRST + STATEMENT_STEPS, Element>(o, p, v);
+    pv_steps<PTile, ValueTile, FIRST + STATEMENT_STEPS, Element>(o, p, v);
   }
 }
 
 // Starts o += p v, as one group, with p in shared memory.
-template <class WeightTile, class ValueTile, class Element, int V>
-FG_DEVICE void issue_values(float (&o)[1][V][4], uint64_t p, uint64_t v) {
+template <class PTile, class ValueTile, class Element, int V>
+FG_DEVICE void issue_pv(float (&o)[1][V][4], uint64_t p, uint64_t v) {
   wgmma_fence(registers_of(o));
-  value_steps<WeightTile, ValueTile, 0, Element>(o, p, v);
+  pv_steps<PTile, ValueTile, 0, Element>(o, p, v);
   wgmma_commit();
 }
 
-// Rounds the weights to elements: the accumulator fragments of 16 keys are the operand fragment of one k-step.
+// Rounds P to elements: the accumulator fragments of 16 keys are the operand fragment of one k-step.
 template <class Element, int N>
-FG_DEVICE void pack_weights(uint32_t (&p)[N / 2][4], const float (&s)[1][N][4]) {
+FG_DEVICE void pack_p(uint32_t (&p)[N / 2][4], const float (&s)[1][N][4]) {
 #pragma unroll
   for (int k = 0; k < N / 2; ++k)
 #pragma unroll
     for (int r = 0; r < 4; ++r) p[k][r] = pack2(Element{}, s[0][2 * k + r / 2][2 * (r % 2)], s[0][2 * k + r / 2][2 * (r % 2) + 1]);
 }
 
-// Packed weights into the warp's 16 rows of a tile.
+// Stores packed P in the warp's 16 rows of a tile.
 template <class Tile, int K_STEPS>
-FG_DEVICE void store_weights(unsigned char* tile, const uint32_t (&p)[K_STEPS][4]) {
+FG_DEVICE void store_p_tile(unsigned char* tile, const uint32_t (&p)[K_STEPS][4]) {
   const int lane = threadIdx.x % WARP_SIZE, row = threadIdx.x % 128 / WARP_SIZE * 16 + lane % 16;
   uint32_t offset = Tile::offset(row, lane / 16);
-  tie_registers(offset);  // the steps of a panel differ by an XOR; each would get a register of its own
+  pin_registers(offset);  // the steps of a panel differ by an XOR; each would get a register of its own
 #pragma unroll
   for (int k = 0; k < K_STEPS; ++k)
     stmatrix_x4(tile + Tile::step(0, 2 * k) + (offset ^ (uint32_t)(2 * k % Tile::PANEL_CHUNKS * CHUNK_BYTES)), p[k]);

@@ -39,7 +39,7 @@ FG_DEVICE void gemm_scores(float (&s)[M][N][4], const Query& query, const View& 
   }
 }
 
-// o += a v for k-step k (16 keys), where `a` is the A fragment of the weights. V rows are keys, so ldmatrix transposes.
+// o += a v for k-step k (16 keys), where `a` is the A fragment of P. V rows are keys, so ldmatrix transposes.
 template <class Element, class View, int M, int V>
 FG_DEVICE void add_values(float (&o)[M][V][4], const uint32_t (&a)[M][4], const View& values, int k) {
 #pragma unroll

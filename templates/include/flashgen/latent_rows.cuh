@@ -2,13 +2,13 @@
 // only some of them see, and what their sums come to.
 #pragma once
 #include "flashgen/divisor.cuh"
+#include "flashgen/lazy_rows.cuh"
 #include "flashgen/nonfinite.cuh"
 #include "flashgen/ptx/math.cuh"
-#include "flashgen/stale_rows.cuh"
 #include "flashgen/tile.cuh"
 
 // Of a tile's keys, from its first on, those that a thread's two rows see: `keys` of the request remain, and
-// under a causal mask the last p.hidden_keys of them come into sight token by token.
+// under a causal mask the last p.masked_keys of them come into sight token by token.
 struct Visible {
   int keys[2];
 
@@ -16,13 +16,13 @@ struct Visible {
   FG_DEVICE Visible(const Params& p, int keys, int row) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      this->keys[h] = keys - max_int(p.hidden_keys - (row + 8 * h) / p.num_heads, 0);
+      this->keys[h] = keys - max_int(p.masked_keys - (row + 8 * h) / p.num_heads, 0);
   }
 };
 
 // Sets the scores of the others to -inf. `col` is that of s[0][0][0].
 template <int N>
-FG_DEVICE void hide_keys(float (&s)[1][N][4], const Visible& visible, int col) {
+FG_DEVICE void mask_keys(float (&s)[1][N][4], const Visible& visible, int col) {
 #pragma unroll
   for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -32,18 +32,18 @@ FG_DEVICE void hide_keys(float (&s)[1][N][4], const Visible& visible, int col) {
         if (col + 8 * n + i >= visible.keys[h]) s[0][n][2 * h + i] = -INFINITY;
 }
 
-// A value that is infinite or NaN would reach the rows that do not see its key, too: their weight is 0, and
-// 0 * NaN is not. So it is silenced (below), and the rows that see it get it from here, by way of their
+// A value that is infinite or NaN would reach the rows that do not see its key, too: their P is 0, and
+// 0 * NaN is not. So zero_nonfinite removes it, and the rows that see it get it from here, by way of their
 // sum: they end as NaN. By a warp, for the keys from `first` to `end`, at most 7, that only some rows see.
-template <class Element, int PAIRS, class Place>
-FG_DEVICE void spread_nonfinite(StaleRows& rows, unsigned char* smem, const Place& place, const Visible& visible,
+template <class Element, int PAIRS, class StageIndex>
+FG_DEVICE void spread_nonfinite(LazyRowState& rows, unsigned char* smem, const StageIndex& stage, const Visible& visible,
                                 int first, int end) {
 #pragma unroll 1
   for (int key = first; key < end; ++key) {
     uint32_t found = 0;
 #pragma unroll 1
     for (int pair = threadIdx.x % WARP_SIZE; pair < PAIRS; pair += WARP_SIZE)
-      found |= nonfinite_bits<Element>(latent_pair(smem, place, key, pair));
+      found |= nonfinite_bits<Element>(latent_pair(smem, stage, key, pair));
     if (!any_in_warp(found != 0)) continue;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -52,11 +52,11 @@ FG_DEVICE void spread_nonfinite(StaleRows& rows, unsigned char* smem, const Plac
 }
 
 // By a warpgroup, when no product reads these keys any more.
-template <class Element, int PAIRS, class Place>
-FG_DEVICE void silence_nonfinite(unsigned char* smem, const Place& place, int first, int end) {
+template <class Element, int PAIRS, class StageIndex>
+FG_DEVICE void zero_nonfinite(unsigned char* smem, const StageIndex& stage, int first, int end) {
 #pragma unroll 1
   for (int i = threadIdx.x % 128 + first * PAIRS; i < end * PAIRS; i += 128) {
-    uint32_t& pair = latent_pair(smem, place, i / PAIRS, i % PAIRS);
+    uint32_t& pair = latent_pair(smem, stage, i / PAIRS, i % PAIRS);
     const uint32_t found = nonfinite_halves<Element>(pair);
     if (found != 0) pair &= ~found;
   }

@@ -31,7 +31,7 @@ FG_DEVICE bool holds(KeyRange keys, int kv_pos) { return keys.first <= kv_pos &&
 // Of the mask slot: whether a row with these keys sees the key at `col`, both counted from the same place.
 FG_DEVICE bool sees(KeyRange keys, int col);
 
-// Sets the scores of hidden keys to -inf. `q_pos` and `kv_pos` are those of this lane's element s[0][0][0];
+// Sets the scores of masked keys to -inf. `q_pos` and `kv_pos` are those of this lane's element s[0][0][0];
 // `visible(q_pos)` is the slot's function.
 template <int M, int N, class Visible>
 FG_DEVICE void mask_scores(float (&s)[M][N][4], int q_pos, int kv_pos, Visible visible) {

@@ -1,4 +1,4 @@
-// Infinities and NaNs in V. A hidden key has weight 0, and 0 * NaN would still poison every row of its tile; the
+// Infinities and NaNs in V. P of a masked key is 0, and 0 * NaN would still reach every row of its tile; the
 // promise is that a non-finite value reaches exactly the rows that see it. So tiles under a mask are searched, and in
 // the rare tile that holds such values they are added by hand to the rows that see them and replaced by zero. What
 // `visible(q_pos)` gives of a row says by `holds(it, kv_pos)` whether the row sees a key.
@@ -79,7 +79,7 @@ FG_DEVICE void extract_nonfinite(float (&o)[M][V][4], unsigned char* tile, int q
 // For kernels whose tiles pass through warps of their own on the way to the products: searches a tile that has landed
 // and puts zeros where it finds any. By WARPS warps, of which this is number `warp`; each reports its own finds.
 template <class Shape, int WARPS, class Element>
-FG_DEVICE bool clean_tile(unsigned char* tile, int warp) {
+FG_DEVICE bool filter_tile(unsigned char* tile, int warp) {
   constexpr int CHUNKS = Shape::BYTES / CHUNK_BYTES, STEP = WARPS * WARP_SIZE;
   Chunk* const chunks = reinterpret_cast<Chunk*>(tile);  // in any order: what a chunk holds does not matter
   const int first = warp * WARP_SIZE + threadIdx.x % WARP_SIZE;

@@ -19,7 +19,7 @@ typedef unsigned long long uint64_t;
 #define INFINITY __int_as_float(0x7f800000)
 #endif
 
-// Element types carry bits only; conversions and products are in the drawer (ptx/).
+// Element types carry bits only; conversions and products are PTX wrappers (ptx/).
 struct bf16 {
   uint16_t bits;
   static constexpr uint32_t EXPONENT = 0x7f80;  // all ones there: infinity or NaN

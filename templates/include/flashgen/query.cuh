@@ -1,4 +1,4 @@
-// Where the A operand of the score product comes from: read from shared memory at each k-step, or held in registers.
+// Where the A operand of the QK product comes from: read from shared memory at each k-step, or held in registers.
 #pragma once
 #include "flashgen/ptx/ldmatrix.cuh"
 #include "flashgen/tile.cuh"

@@ -1,4 +1,5 @@
-// A place in a ring of stages that one party fills and another empties, each stage with an mbarrier for either.
+// The state of a pipeline: index and phase of a stage in a ring that producers fill and consumers empty. Each stage has a
+// full and an empty mbarrier.
 #pragma once
 #include "flashgen/ptx/mbarrier.cuh"
 #include "flashgen/ptx/tma.cuh"
@@ -7,16 +8,16 @@
 template <int STAGES>
 struct Ring {
   int stage = 0;
-  uint32_t round = 0;  // parity of the round: `full` of the first round ends phase 0
+  uint32_t phase = 0;  // of the pass through the ring: `full` of the first pass ends phase 0
 
   FG_DEVICE void advance() {
     stage = stage + 1 == STAGES ? 0 : stage + 1;
-    round ^= stage == 0;
+    phase ^= stage == 0;
   }
-  FG_DEVICE Ring before() const { return {stage == 0 ? STAGES - 1 : stage - 1, stage == 0 ? round ^ 1 : round}; }
-  FG_DEVICE void wait_full(uint64_t* full) const { mbarrier_wait_parity(full + stage, round); }
-  // Of a fresh barrier the phase before the first has ended, so the first round does not wait.
-  FG_DEVICE void wait_empty(uint64_t* empty) const { mbarrier_wait_parity(empty + stage, round ^ 1); }
+  FG_DEVICE Ring before() const { return {stage == 0 ? STAGES - 1 : stage - 1, stage == 0 ? phase ^ 1 : phase}; }
+  FG_DEVICE void wait_full(uint64_t* full) const { mbarrier_wait_parity(full + stage, phase); }
+  // The phase before the first of a fresh barrier has ended, so the first pass does not wait.
+  FG_DEVICE void wait_empty(uint64_t* empty) const { mbarrier_wait_parity(empty + stage, phase ^ 1); }
 };
 
 // A struct of 32-bit words from shared memory, known to be the same in the whole warp.

@@ -7,7 +7,7 @@
 // The maximum that scores are measured against is raised only when it falls behind by more than this many powers of
 // two. The result is the same in exact arithmetic, since numerator and denominator share the reference; p stays below
 // 2^8, which bf16 and fp16 hold as precisely as numbers below 1; and most tiles skip the rescaling of o.
-constexpr float STALE_MAX_LOG2 = 8.0f;
+constexpr float RESCALE_THRESHOLD_LOG2 = 8.0f;
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
@@ -51,7 +51,7 @@ FG_DEVICE void raise_max(const float (&s)[M][N][4], float (&o)[M][V][4], RowStat
 #pragma unroll
       for (int n = 1; n < N; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
       tile_max[m][h] = quad_max(x);
-      behind |= (tile_max[m][h] - rows.max[m][h]) * scale_log2 > STALE_MAX_LOG2;
+      behind |= (tile_max[m][h] - rows.max[m][h]) * scale_log2 > RESCALE_THRESHOLD_LOG2;
     }
   if (any_in_warp(behind)) {
 #pragma unroll
@@ -59,7 +59,7 @@ FG_DEVICE void raise_max(const float (&s)[M][N][4], float (&o)[M][V][4], RowStat
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         // Row by row, so that a row's bits never depend on its neighbours.
-        if ((tile_max[m][h] - rows.max[m][h]) * scale_log2 > STALE_MAX_LOG2) {
+        if ((tile_max[m][h] - rows.max[m][h]) * scale_log2 > RESCALE_THRESHOLD_LOG2) {
           const float rescale = exp2_approx((rows.max[m][h] - tile_max[m][h]) * scale_log2);
           rows.max[m][h] = tile_max[m][h];
           rows.sum[m][h] *= rescale;
@@ -73,9 +73,9 @@ FG_DEVICE void raise_max(const float (&s)[M][N][4], float (&o)[M][V][4], RowStat
   }
 }
 
-// For weights that are the scores themselves: what is hidden weighs nothing.
+// Without a softmax P is the scores themselves: those of masked keys become zero.
 template <int M, int N>
-FG_DEVICE void silence_hidden(float (&s)[M][N][4]) {
+FG_DEVICE void zero_masked_scores(float (&s)[M][N][4]) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll

@@ -4,7 +4,7 @@
 #include "flashgen/expression.cuh"
 
 // What a condition is for the positions of a tile: for some true, for some false; both bits where that is not known.
-constexpr int SEEN = 1, HIDDEN = 2;
+constexpr int VISIBLE = 1, MASKED = 2;
 
 struct Span {
   int low, high;  // inclusive
@@ -13,11 +13,11 @@ struct Span {
 constexpr int LEAST_INT = -2147483647 - 1, MOST_INT = 2147483647;
 constexpr int SCAN_LIMIT = 1024;  // elements of a tensor that one tile may look at
 
-FG_DEVICE int truth_of(bool x) { return x ? SEEN : HIDDEN; }
-FG_DEVICE int truth_not(int a) { return (a & SEEN) << 1 | a >> 1; }
-FG_DEVICE int truth_and(int a, int b) { return (a & b & SEEN) | ((a | b) & HIDDEN); }
-FG_DEVICE int truth_or(int a, int b) { return ((a | b) & SEEN) | (a & b & HIDDEN); }
-FG_DEVICE int truth_select(int c, int a, int b) { return ((c & SEEN) != 0 ? a : 0) | ((c & HIDDEN) != 0 ? b : 0); }
+FG_DEVICE int truth_of(bool x) { return x ? VISIBLE : MASKED; }
+FG_DEVICE int truth_not(int a) { return (a & VISIBLE) << 1 | a >> 1; }
+FG_DEVICE int truth_and(int a, int b) { return (a & b & VISIBLE) | ((a | b) & MASKED); }
+FG_DEVICE int truth_or(int a, int b) { return ((a | b) & VISIBLE) | (a & b & MASKED); }
+FG_DEVICE int truth_select(int c, int a, int b) { return ((c & VISIBLE) != 0 ? a : 0) | ((c & MASKED) != 0 ? b : 0); }
 FG_DEVICE int truth_eq(int a, int b) { return truth_select(a, b, truth_not(b)); }
 
 FG_DEVICE Span span_of(int x) { return {x, x}; }
@@ -41,7 +41,7 @@ FG_DEVICE Span span_abs(Span a) {
   return a.low >= 0 ? a : a.high <= 0 ? n : Span{0, max_int(n.high, a.high)};
 }
 FG_DEVICE Span span_select(int c, Span a, Span b) {
-  return c == SEEN ? a : c == HIDDEN ? b : span_join(a, b);
+  return c == VISIBLE ? a : c == MASKED ? b : span_join(a, b);
 }
 // Of divisors above zero the quotient rises or falls with either side, so corners bound it.
 FG_DEVICE Span span_floordiv(Span a, Span b) {
@@ -62,12 +62,12 @@ FG_DEVICE Span span_mod(Span a, Span b) {
 }
 
 FG_DEVICE int span_lt(Span a, Span b) {
-  return (a.low < b.high ? SEEN : 0) | (a.high >= b.low ? HIDDEN : 0);
+  return (a.low < b.high ? VISIBLE : 0) | (a.high >= b.low ? MASKED : 0);
 }
 FG_DEVICE int span_le(Span a, Span b) { return truth_not(span_lt(b, a)); }
 FG_DEVICE int span_eq(Span a, Span b) {
   const bool same = a.low == a.high && b.low == b.high && a.low == b.low;
-  return (a.low <= b.high && b.low <= a.high ? SEEN : 0) | (same ? 0 : HIDDEN);
+  return (a.low <= b.high && b.low <= a.high ? VISIBLE : 0) | (same ? 0 : MASKED);
 }
 
 // The places that an index in `a` reads of a dimension: the nearest inside.
@@ -101,7 +101,7 @@ FG_DEVICE Span span_of_sorted(const int32_t* tensor, Span rows, Span cols, int w
 }
 
 FG_DEVICE int truth_of_elements(const bool* tensor, Span rows, Span cols, int width) {
-  if (!can_scan(rows, cols)) return SEEN | HIDDEN;
+  if (!can_scan(rows, cols)) return VISIBLE | MASKED;
   int found = 0;
   for (int row = rows.low; row <= rows.high; ++row)
     for (int col = cols.low; col <= cols.high; ++col) found |= truth_of(tensor[(int64_t)row * width + col]);

@@ -19,7 +19,7 @@ FG_DEVICE void pack_output(uint32_t (&w)[V][2], const float (&o)[1][V][4]) {
 
 // By way of shared memory, panel by panel: the warp writes the image of a panel, store(panel, image) takes it from there,
 // and the warp goes on. `image(panel)` is the place of a panel (a TileShape of 16 rows has its layout), of which STAGES
-// differ; it must be free: of the copy engine, and of this warp's lanes.
+// differ; it must be free: of TMA, and of this warp's lanes.
 template <class Rows16, int STAGES, int V, class Image, class Store>
 FG_DEVICE void store_panels(const uint32_t (&w)[V][2], Image image, Store store) {
   const int lane = threadIdx.x % WARP_SIZE;
@@ -40,7 +40,7 @@ FG_DEVICE void store_panels(const uint32_t (&w)[V][2], Image image, Store store)
   }
 }
 
-// ... by the copy engine. Rows and columns past the tensor's end are left out.
+// The same by TMA. Rows and columns past the tensor's end are left out.
 template <class Rows16>
 FG_DEVICE void store_box(const TensorMap* map, const unsigned char* image, int panel, int row, int head, int batch) {
   if (threadIdx.x % WARP_SIZE != 0) return;
@@ -49,7 +49,7 @@ FG_DEVICE void store_box(const TensorMap* map, const unsigned char* image, int p
 }
 
 // ... by plain stores, for rows that end where another sequence begins, or are no box. (For all rows this would be slower
-// than the copy engine: docs/fa3.md.) Of the first `valid_rows` rows, columns below HEAD_DIM; two lanes have a row each, which
+// than TMA: docs/fa3.md.) Of the first `valid_rows` rows, columns below HEAD_DIM; two lanes have a row each, which
 // `row` points at.
 FG_DEVICE int stored_row() { return threadIdx.x % WARP_SIZE / 2; }
 template <class Rows16, int HEAD_DIM, class Element>

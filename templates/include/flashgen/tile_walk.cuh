@@ -1,6 +1,6 @@
 // The tiles of keys that some row of a query tile sees, from the last to the first, found by the tiles' classes: a warp
 // looks at 32 of them at once, so that those in between cost nothing but a bit. Where there are many, it first looks at
-// 32 spans of tiles, and then only into those that are not hidden as a whole.
+// 32 spans of tiles, and then only into those that are not masked as a whole.
 #pragma once
 #include "flashgen/ptx/warp.cuh"
 #include "flashgen/span.cuh"
@@ -21,17 +21,17 @@ struct TileRun {
 struct TileWalk {
   int base;                // tiles below it are yet to be looked at
   uint32_t seen, partial;  // of tiles base .. base + 31, those that are due
-  uint32_t spans;          // of 2^shift tiles, that are not hidden
+  uint32_t spans;          // of 2^shift tiles, that are not masked
   int shift;
 
-  // By a whole warp; `classify(first, last)` gives bits SEEN and HIDDEN of tiles first .. last.
+  // By a whole warp; `classify(first, last)` gives bits VISIBLE and MASKED of tiles first .. last.
   template <class Classify>
   FG_DEVICE TileWalk(int num_tiles, Classify classify) : base(num_tiles), seen(0), partial(0), spans(~0u), shift(0) {
     while (num_tiles > WARP_SIZE << shift) ++shift;
     if (shift < 2) return;  // two looks find all tiles, too
     const int first = (int)(threadIdx.x % WARP_SIZE) << shift;
-    const int found = first < num_tiles ? classify(first, min_int(first + (1 << shift), num_tiles) - 1) : HIDDEN;
-    spans = lanes_in_warp((found & SEEN) != 0);
+    const int found = first < num_tiles ? classify(first, min_int(first + (1 << shift), num_tiles) - 1) : MASKED;
+    spans = lanes_in_warp((found & VISIBLE) != 0);
   }
 
   // Spans that hold tiles yet to be looked at.
@@ -48,9 +48,9 @@ struct TileWalk {
       if (below == 0) return {0, 0, false};
       base = min_int(base, (highest_bit(below) + 1) << shift) - WARP_SIZE;
       const int tile = base + (int)(threadIdx.x % WARP_SIZE);
-      const int found = tile >= 0 ? classify(tile, tile) : HIDDEN;
-      seen = lanes_in_warp((found & SEEN) != 0);
-      partial = lanes_in_warp((found & HIDDEN) != 0);
+      const int found = tile >= 0 ? classify(tile, tile) : MASKED;
+      seen = lanes_in_warp((found & VISIBLE) != 0);
+      partial = lanes_in_warp((found & MASKED) != 0);
     }
     const int lane = highest_bit(seen);
     const bool is_partial = (partial >> lane & 1) != 0;

@@ -1,4 +1,4 @@
-// cp.async.bulk (PTX ISA 9.7.9.25.4): copies of whole byte ranges by the copy engine, issued by one thread. Addresses
+// cp.async.bulk (PTX ISA 9.7.9.25.4): copies of whole byte ranges by TMA, issued by one thread. Addresses
 // and sizes are multiples of 16. Loads report to an mbarrier; stores and sums belong to the issuing thread's groups.
 #pragma once
 #include "flashgen/cache_policy.cuh"

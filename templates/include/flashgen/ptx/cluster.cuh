@@ -40,7 +40,7 @@ FG_DEVICE T* mapa(T* pointer, uint32_t cta) {
   return mapped;
 }
 
-// mapa.shared::cluster: the same as a 32-bit address, for the drawer's own use.
+// mapa.shared::cluster: the same as a 32-bit address, for other PTX wrappers.
 FG_DEVICE uint32_t smem_addr_in_cta(const void* pointer, uint32_t cta) {
   uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(smem_addr(pointer)), "r"(cta));

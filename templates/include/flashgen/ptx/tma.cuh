@@ -1,4 +1,4 @@
-// cp.async.bulk.tensor (PTX ISA 9.7.9.25.5): boxes of a tensor of 1 to 5 dimensions, copied by the copy engine and
+// cp.async.bulk.tensor (PTX ISA 9.7.9.25.5): boxes of a tensor of 1 to 5 dimensions, copied by TMA and
 // issued by one thread. The TensorMap fixes box, swizzle and strides; coordinates count elements, the contiguous
 // dimension first. The box of a load may lie outside, and gets zeros there. That of a store or sum may hang over the
 // end, and is cut off; it must start in the tensor: a negative coordinate traps (seen on an H200).

@@ -9,20 +9,20 @@
 #include "flashgen/wgmma_operand.cuh"
 
 // Pins a register: what was computed into it happens before, what is read from it after.
-FG_DEVICE void tie_registers(float& x) { asm volatile("" : "+f"(x)::"memory"); }
-FG_DEVICE void tie_registers(uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
-FG_DEVICE void tie_registers(uint64_t& x) { asm volatile("" : "+l"(x)::"memory"); }
+FG_DEVICE void pin_registers(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+FG_DEVICE void pin_registers(uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
+FG_DEVICE void pin_registers(uint64_t& x) { asm volatile("" : "+l"(x)::"memory"); }
 template <class T, int N>
-FG_DEVICE void tie_registers(T (&registers)[N]) {
+FG_DEVICE void pin_registers(T (&registers)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) tie_registers(registers[i]);
+  for (int i = 0; i < N; ++i) pin_registers(registers[i]);
 }
 
 // wgmma.fence: before the first product, and before any product whose registers were written since the last fence.
 // Lists those: accumulators and fragments of a.
 template <class... Registers>
 FG_DEVICE void wgmma_fence(Registers&... written) {
-  (tie_registers(written), ...);
+  (pin_registers(written), ...);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
@@ -34,7 +34,7 @@ FG_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" 
 template <int PENDING, class... Registers>
 FG_DEVICE void wgmma_wait(Registers&... finished) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-  (tie_registers(finished), ...);
+  (pin_registers(finished), ...);
 }
 
 // wgmma.mma_async with a and b in shared memory, STEPS times: d = a[0] * b[0] + a[1] * b[1] + ... + (scale_d ? d : 0). d

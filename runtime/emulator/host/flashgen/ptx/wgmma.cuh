@@ -3,11 +3,11 @@
 #include "flashgen/wgmma_operand.cuh"
 
 // Nothing to pin: arrays that were passed to the emulator live in memory.
-FG_DEVICE void tie_registers(float& x) {}
-FG_DEVICE void tie_registers(uint32_t& x) {}
-FG_DEVICE void tie_registers(uint64_t& x) {}
+FG_DEVICE void pin_registers(float& x) {}
+FG_DEVICE void pin_registers(uint32_t& x) {}
+FG_DEVICE void pin_registers(uint64_t& x) {}
 template <class T, int N>
-FG_DEVICE void tie_registers(T (&registers)[N]) {}
+FG_DEVICE void pin_registers(T (&registers)[N]) {}
 
 template <class... Registers>
 FG_DEVICE void wgmma_fence(Registers&... written) {

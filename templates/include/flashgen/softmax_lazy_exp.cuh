@@ -1,8 +1,8 @@
-// From scores that softmax_stale.cuh has made relative to their row's reference to weights, and their sums by row.
+// From scores that softmax_lazy.cuh has made relative to their row references to P, and its row sums.
 #pragma once
-#include "flashgen/softmax_stale.cuh"
+#include "flashgen/softmax_lazy.cuh"
 
-// The weights 2^s, packed as pack_weights would, and their sums by row.
+// P = 2^s, packed as by pack_p, and its row sums.
 template <class Element, int N>
 FG_DEVICE void pack_exponentials(uint32_t (&p)[N / 2][4], float (&sums)[2], const float (&s)[1][N][4]) {
   float sum[4];  // four chains, for the latency of an addition
@@ -20,24 +20,24 @@ FG_DEVICE void pack_exponentials(uint32_t (&p)[N / 2][4], float (&sums)[2], cons
   for (int h = 0; h < 2; ++h) sums[h] = sum[2 * h] + sum[2 * h + 1];
 }
 
-// Makes the weights of a tile whose scores relate_exact has left: none is higher than 2^stale_log2.
-// `make(sums)` does so and gives their sums, as pack_exponentials.
+// Makes P of a tile whose scores come from subtract_new_max: no element exceeds 2^rescale_threshold_log2. `make(sums)`
+// makes P and gives its row sums, as pack_exponentials does.
 template <class Make>
-FG_DEVICE void weigh_exact(StaleRows& rows, Make make) {
+FG_DEVICE void exp_only(LazyRowState& rows, Make make) {
   float sums[2];
   make(sums);
 #pragma unroll
   for (int h = 0; h < 2; ++h) rows.sum[0][h] += sums[h];
 }
 
-// ... and those of any other tile. A weight above 2^stale_log2 makes a sum of at least that. Then (and sometimes without
-// need, which changes nothing) references are raised, and all weights made once more. (A NaN makes a sum NaN, and is let
-// through.)
+// Makes P of any other tile. An element above 2^rescale_threshold_log2 makes a row sum of at least that. Then (and
+// sometimes without need, which changes nothing) row references are raised, and P is made once more. (A NaN makes a sum
+// NaN, and is let through.)
 template <class Element, int N, class Make>
-FG_DEVICE void weigh(float (&s)[1][N][4], StaleRows& rows, Rescale& rescale, Make make) {
+FG_DEVICE void exp_and_check(float (&s)[1][N][4], LazyRowState& rows, Rescale& rescale, Make make) {
   float sums[2];
   make(sums);
-  if (any_in_warp(rows.far || fmaxf(sums[0], sums[1]) > stale_weight(Element{}))) {
+  if (any_in_warp(rows.far || fmaxf(sums[0], sums[1]) > rescale_threshold(Element{}))) {
     raise_references<Element>(s, rows, rescale);
     make(sums);
   }
@@ -47,7 +47,7 @@ FG_DEVICE void weigh(float (&s)[1][N][4], StaleRows& rows, Rescale& rescale, Mak
 
 // s becomes 2^s and joins the sums.
 template <int N>
-FG_DEVICE void exponentiate(float (&s)[1][N][4], StaleRows& rows) {
+FG_DEVICE void exponentiate(float (&s)[1][N][4], LazyRowState& rows) {
   float sum[4];  // four chains, for the latency of an addition
 #pragma unroll
   for (int n = 0; n < N; ++n)

@@ -14,7 +14,7 @@ from flashgen.codegen.spec.spec import Spec
 
 
 @dataclass(frozen=True)
-class Changes:
+class ExpressionMods:
     """`params` holds a value for each parameter without a default, and the sink."""
 
     score: Expr | None = None
@@ -26,42 +26,42 @@ class Changes:
     top_left: bool = False
 
     @classmethod
-    def of(cls, spec: Spec, params: Mapping[str, Any] | None = None) -> Changes:
+    def of(cls, spec: Spec, params: Mapping[str, Any] | None = None) -> ExpressionMods:
         trees = spec.expressions
         defaults = {p.name: p.default for p in trees.params if isinstance(p, ScalarParam) and p.default is not None}
         return cls(trees.score, trees.mask, dict(params or {}), defaults, spec.sink == "per_head",
                    spec.normalize == "softmax", spec.align == "top_left")
 
-    def env(self, place: Place, scores: Tensor) -> dict[str, Any]:
+    def env(self, at: BlockOffset, scores: Tensor) -> dict[str, Any]:
         """For scores [batch, head_kv, group, rows, keys]."""
         def axis(count: int, dim: int, first: int = 0) -> Tensor:
             return torch.arange(first, first + count, dtype=torch.int32, device=scores.device).reshape(
                 [count if i == dim else 1 for i in range(5)])
         batch, heads_kv, group, rows, keys = scores.shape
         head_kv = axis(heads_kv, 1)
-        diagonal = 0 if self.top_left or place.top_left else place.seqlen_kv - place.seqlen_q
-        return {**self.defaults, **self.params, "score": scores, "q_pos": axis(rows, 3, place.first_row + diagonal),
-                "kv_pos": axis(keys, 4), "batch": axis(batch, 0, place.first_batch),
-                "head_kv": head_kv, "head_q": head_kv * group + axis(group, 2), "seqlen_q": place.seqlen_q,
-                "seqlen_kv": place.seqlen_kv, "q_first": diagonal, "q_begin": place.q_begin, "kv_begin": place.kv_begin}
+        diagonal = 0 if self.top_left or at.top_left else at.seqlen_kv - at.seqlen_q
+        return {**self.defaults, **self.params, "score": scores, "q_pos": axis(rows, 3, at.first_row + diagonal),
+                "kv_pos": axis(keys, 4), "batch": axis(batch, 0, at.first_batch),
+                "head_kv": head_kv, "head_q": head_kv * group + axis(group, 2), "seqlen_q": at.seqlen_q,
+                "seqlen_kv": at.seqlen_kv, "q_first": diagonal, "q_begin": at.q_begin, "kv_begin": at.kv_begin}
 
-    def changed(self, place: Place, scores: Tensor, dtype: str) -> Tensor:
+    def score_mod(self, at: BlockOffset, scores: Tensor, dtype: str) -> Tensor:
         """The scores after the expression, which is evaluated in `dtype`."""
         if self.score is None:
             return scores
-        found: Tensor = evaluate(self.score, self.env(place, scores), torch, dtype)
+        found: Tensor = evaluate(self.score, self.env(at, scores), torch, dtype)
         return found.to(scores.dtype).expand_as(scores)
 
-    def hidden(self, place: Place, scores: Tensor, mask: Tensor) -> Tensor:
+    def mask_mod(self, at: BlockOffset, scores: Tensor, mask: Tensor) -> Tensor:
         """`mask`, and what the expression hides besides."""
         if self.mask is None:
             return mask
-        found: Tensor = mask & evaluate(self.mask, self.env(place, scores), torch, "float64")
+        found: Tensor = mask & evaluate(self.mask, self.env(at, scores), torch, "float64")
         return found.expand_as(scores)
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockOffset:
     """Which part of a call a block of scores is."""
 
     seqlen_q: int

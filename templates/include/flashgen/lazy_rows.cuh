@@ -1,14 +1,14 @@
-// What softmax_stale.cuh knows of a row: the reference that its weights are measured against, in powers of two, and the sum of
-// its weights.
+// The state of a row in softmax_lazy.cuh: the row reference, to which its P is relative, in powers of two, and the row sum
+// of P.
 #pragma once
 #include "flashgen/softmax.cuh"
 
 // Scores far from zero. A reference R is a rounded number, and fma(s, scale, -R) takes a product that is not: near R it
-// gives what the rounding of R left, up to half a unit of R's last place. Weights show that from |R| = 2^13 on (half a unit
+// gives what the rounding of R left, up to half a unit of R's last place. P shows that from |R| = 2^13 on (half a unit
 // is then 2^-11), and from 2^30 on it empties a row or overflows. Where R is far and s is not, the difference even forgets
 // s. So a row whose reference is far subtracts it apart: its products are rounded first, as R is, and the difference of the
-// two is exact (relate_exact, raise_references). The main loop does not know. Its fma subtracts R * 2^-138, which is too
-// little to count and still says what R is; and every tile of such a row is looked at again, as if its weights were too
+// two is exact (subtract_new_max, raise_references). The main loop does not know. Its fma subtracts R * 2^-138, which is too
+// little to count and still says what R is; and every tile of such a row is looked at again, as if its P were too
 // high (`far`).
 constexpr float FAR_AS_SMALL = 0x1p-10f;  // FAR_LOG2 * 2^-138 is normal, and no R * 2^-138 reaches this
 constexpr float NEAR = 0x1p-22f;          // of a number: two to four units of its last place
@@ -38,15 +38,15 @@ FG_DEVICE float above(float x, float reference) {
   return fabsf(difference) < fabsf(reference) * NEAR ? 0.0f : difference;  // never of an infinite reference
 }
 
-struct StaleRows {
+struct LazyRowState {
   float subtrahend[1][2];  // of products of rows lane / 4 and lane / 4 + 8; -inf: no key seen yet
   float sum[1][2];         // this lane's share of the denominator
   bool far = false;        // whether the reference of one of them is far
 
-  FG_DEVICE StaleRows() : subtrahend{{-INFINITY, -INFINITY}}, sum{{0.0f, 0.0f}} {}
-  // Rows for relate_checked alone, whose first tile is one of rows with a far reference.
-  FG_DEVICE static StaleRows unseen() {
-    StaleRows rows;
+  FG_DEVICE LazyRowState() : subtrahend{{-INFINITY, -INFINITY}}, sum{{0.0f, 0.0f}} {}
+  // Rows for subtract_and_check alone, whose first tile is one of rows with a far reference.
+  FG_DEVICE static LazyRowState unseen() {
+    LazyRowState rows;
     rows.subtrahend[0][0] = rows.subtrahend[0][1] = UNSEEN;
     rows.far = true;
     return rows;
@@ -64,7 +64,7 @@ struct StaleRows {
   }
   FG_DEVICE void see_far() { far = is_far(0) || is_far(1); }
   // A row that has seen no key by now never will: any finite reference serves.
-  FG_DEVICE void settle() {
+  FG_DEVICE void default_empty_row_refs() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) subtrahend[0][h] = subtrahend[0][h] == -INFINITY ? 0.0f : subtrahend[0][h];
   }
