@@ -135,7 +135,7 @@ def test_explain_shows_the_blocks_of_a_launch() -> None:
     few = launch("fa3_fwd_bf16_d128", "batch=1 seqlen_q=1024 seqlen_kv=1024 num_heads_q=8 num_heads_kv=8")
     assert "128 blocks of 256 threads" in few and "64 rows, where the work above has 192, by 1 of 3" in few
     many = launch("fa3_fwd_bf16_d128_varlen", "batch=4 seqlen_q=4096 num_heads_q=32 num_heads_kv=8")
-    assert "132 blocks of 512 threads" in many and "192 rows, by 3 of 3" in many and "none cut" in many
+    assert "132 blocks of 512 threads" in many and "192 rows, by 3 of 3" in many and "none split" in many
     assert "in up to" in launch("fa3_fwd_bf16_d128_split",
                                 "batch=1 seqlen_q=64 seqlen_kv=16384 num_heads_q=1 num_heads_kv=1")
     assert "launch" not in run("fa2_fwd")

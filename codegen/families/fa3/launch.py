@@ -54,7 +54,7 @@ def prefer(call: DenseCall, sizes: Sizes, num_sms: int) -> tuple[tuple[str, Any]
                for tile, kind in zip(tiles, KINDS, strict=True) if tile is not None]
     if len(configs) < len(KINDS):
         return None
-    splits, packs = best_variant((configs[0], configs[1], configs[2]), num_sms, ProblemShape.of(sizes))
+    splits, packs = best_variant(configs, num_sms, ProblemShape.of(sizes))
     return ("split", splits), ("pack_gqa", packs)
 
 

@@ -121,8 +121,7 @@ def _check_tile(spec: Spec, tile: TileRow) -> None:
         raise PlanError(what, where=f"{spec.variant}.{spec.arch}", allowed=allowed, nearest=nearest)
 
     num_consumers = tile.m // WARPGROUP_ROWS
-    if (tile.m != WARPGROUP_ROWS * num_consumers or tile.warps != WARPGROUP_WARPS * num_consumers
-            or not 1 <= num_consumers <= MAX_WARPGROUPS):
+    if tile.m % WARPGROUP_ROWS or tile.warps != WARPGROUP_WARPS * num_consumers or num_consumers > MAX_WARPGROUPS:
         refuse(f"tile.m {tile.m} with {tile.warps} mma warps", "64, 128, 192 or 256 rows, with 4 warps for every 64")
     if tile.n % 16:
         refuse(f"tile.n {tile.n} is not a multiple of 16", "multiples of 16 (one k-step of the PV product)")

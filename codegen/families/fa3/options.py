@@ -20,9 +20,8 @@ class Options:
         "where P waits to be multiplied with V; nothing means that the plan decides", override=True,
         short={"shared": "psmem", "registers": "preg"}.__getitem__)] = None
     schedule: Annotated[Literal["overlap", "pingpong"] | None, Option(
-        "what runs under a softmax. overlap (intra-warpgroup): the PV product of the key tile before; pingpong "
-        "(inter-warpgroup): also the products of the other warpgroups, which take turns; nothing means that the plan "
-        "decides", override=True)] = None
+        "what runs under a softmax. overlap: the PV product of the key tile before; pingpong: also the products of "
+        "the other warpgroups, which take turns; nothing means that the plan decides", override=True)] = None
     split: Annotated[bool, Option(
         "cut the last, incomplete wave of query tiles along the keys, so that no SM idles, and merge the parts",
         short="split".format)] = False

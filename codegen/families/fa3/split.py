@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flashgen.codegen.families.shared.launch import Sizes
@@ -194,12 +194,11 @@ def cut_launch(config: TileConfig, num_sms: int, shape: ProblemShape, *, splits:
     tallest = TileGrid.of(config, num_sms, shape)
     if fixed or tallest.waves > MANY_WAVES:
         return config, tallest.plan_splits()[0] if splits else SplitPlan.none(tallest.tiles)
-    return _cheapest(config, num_sms, splits, shape)[:2]
+    return _best(config, num_sms, splits, shape)[:2]
 
 
 @functools.lru_cache(maxsize=1024)  # best_variant asks first, and then the launch of the kernel that it chose
-def _cheapest(config: TileConfig, num_sms: int, splits: bool, shape: ProblemShape
-              ) -> tuple[TileConfig, SplitPlan, float]:
+def _best(config: TileConfig, num_sms: int, splits: bool, shape: ProblemShape) -> tuple[TileConfig, SplitPlan, float]:
     """The cheapest number of warpgroups: as cut_launch, and the SM cycles."""
     choices = []
     for rows in range(config.rows, 0, -WARPGROUP_ROWS):
@@ -209,8 +208,7 @@ def _cheapest(config: TileConfig, num_sms: int, splits: bool, shape: ProblemShap
     return min(choices, key=lambda choice: choice[2])
 
 
-def best_variant(configs: tuple[TileConfig, TileConfig, TileConfig], num_sms: int, shape: ProblemShape
-                 ) -> tuple[bool, bool | None]:
+def best_variant(configs: Sequence[TileConfig], num_sms: int, shape: ProblemShape) -> tuple[bool, bool | None]:
     """Whether a dense call had better be served by a kernel that can split its last tiles, because it
     does or because its key tiles are wide, and by one that packs the query heads of a kv head into its tiles; None
     where none can. `configs`: of the three KINDS of the tile table.
@@ -229,7 +227,7 @@ def best_variant(configs: tuple[TileConfig, TileConfig, TileConfig], num_sms: in
     if TileGrid.of(whole, num_sms, shape).waves > MANY_WAVES:
         wide = config.keys >= WIDE_TILE and shape.seqlen_kv >= WIDE_KEYS
         return wide or TileGrid.of(config, num_sms, shape).plan_splits()[0].max_splits > 1, packs
-    return _cheapest(config, num_sms, True, shape)[2] < _cheapest(whole, num_sms, False, shape)[2], packs
+    return _best(config, num_sms, True, shape)[2] < _best(whole, num_sms, False, shape)[2], packs
 
 
 def split_last_wave(num_tiles: int, lengths: Mapping[int, int], num_sms: int, split_bytes: int, config: TileConfig
