@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import jinja2
 import jinja2.sandbox
 
+from flashgen.codegen.families.registry import loops_of
 from flashgen.codegen.plan import CTYPES, Expression, Param, Part, Plan
-from flashgen.codegen.slots import EXPRESSION_FLAGS, MASKS, ONE_LOOP, PIECES, SLOTS, KvLoop
+from flashgen.codegen.slots import EXPRESSION_FLAGS, PIECES, SLOTS
 from flashgen.codegen.source import Source
 from flashgen.codegen.wgmma import HEADER as WGMMA_HEADER
 from flashgen.codegen.wgmma import render_wgmma
@@ -37,7 +38,7 @@ def environment(root: Path = TEMPLATES) -> jinja2.Environment:
 
 def render(plan: Plan) -> Source:
     """The CUDA text of a plan with the headers it reaches. Same plan, same bytes. Raises TemplateError."""
-    loops = _kv_loops(plan)
+    loops = loops_of(plan)
     alternating = any(loop.may_reach_end for loop in loops)
     choices = {**dict(plan.slots), "loops": "alternating" if alternating else "in_turn"}
     try:
@@ -60,13 +61,6 @@ def source_of(plan: Plan, text: str) -> Source:
     return Source(text=text, entry=plan.variant, file_name=f"{plan.kernel_name}.cu",
                   headers=reached_headers(text, _rendered_headers(plan)), arch=plan.target,
                   options=plan.compiler_options)
-
-
-def _kv_loops(plan: Plan) -> tuple[KvLoop, ...]:
-    mask = dict(plan.slots).get("mask")
-    if dict(plan.flags).get("one_loop"):
-        return ONE_LOOP
-    return MASKS[mask].loops.get(plan.family, ()) if mask else ()
 
 
 @functools.cache

@@ -17,64 +17,20 @@ A slot's contract is the set of device functions its files define:
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from flashgen.codegen.plan import Param
-
-
-@dataclass(frozen=True)
-class KvLoop:
-    """One loop over tiles of keys. fa2 goes from the last tile to the first, fa3 from the first to the last."""
-
-    title: str
-    ends_at: str = ""               # fa2: a member of KvTiles; fa3: a variable or function of the skeleton
-    masks_every_tile: bool = False
-    masks_cut_tiles: bool = False   # fa3: only tiles from full_end on are masked
-    subtract: str = "row_ref"       # fa3: which subtract_... of softmax_lazy.cuh scores go through
-    may_reach_end: bool = False     # fa3: behind this loop there may be no tiles left
-    rows_started: bool = False      # fa3: every row that sees a key has seen one before this loop
-
-
-_RIGHT_TITLE = "tiles that the mask cuts on the right: masked"
-_END_TITLE = "the tile that the end of the keys cuts: masked"
-_WHOLE_TITLE = "tiles that every row sees whole"
-_DOWN_END = KvLoop(_END_TITLE, "full_end", masks_every_tile=True)
-_DOWN_RIGHT = KvLoop(_RIGHT_TITLE, "full_end", masks_every_tile=True)
-_DOWN_WHOLE = KvLoop(_WHOLE_TITLE, "full_begin")
-_DOWN_LEFT = KvLoop("tiles that the window cuts on the left: masked", "begin", masks_every_tile=True)
-
-_UP_WHOLE = KvLoop(_WHOLE_TITLE, "whole_end()", rows_started=True)
-_UP_RIGHT = KvLoop(_RIGHT_TITLE, "tiles.end", masks_every_tile=True)
-_UP_END = KvLoop(_END_TITLE, "tiles.end", masks_every_tile=True)
-# Both ends of a mask that cuts on two sides: one text less to compile (a fifth of the kernel).
-_UP_SIDES = KvLoop("tiles that the mask cuts, or in which a row may meet its first key: masked", "masked_end",
-                   masks_every_tile=True, subtract="max_if_new_row", may_reach_end=True)
-# Instead of one loop for whole tiles and one for the others, where that takes the compiler too long (flag one_loop).
-ONE_LOOP = (KvLoop("all tiles, masked from where the mask cuts", "tiles.end", masks_cut_tiles=True,
-                   rows_started=True),)
-_BY_CLASS = KvLoop("tiles that some row of the block sees, from the last to the first", subtract="max_if_new_row")
-
-
-@dataclass(frozen=True)
-class MaskChoice:
-    loops: dict[str, tuple[KvLoop, ...]]  # by family
-    params: tuple[Param, ...]
-
 
 _ALIGN = Param("align_bottom_right", "i32", "1: the last query is aligned with the last key; 0: first with first")
 
-_WINDOW = {"fa2": (_DOWN_RIGHT, _DOWN_WHOLE, _DOWN_LEFT), "fa3": (_UP_SIDES, _UP_WHOLE)}
-
-MASKS: dict[str, MaskChoice] = {
-    "full": MaskChoice({"fa2": (_DOWN_END, _DOWN_WHOLE), "fa3": (_UP_WHOLE, _UP_END)}, ()),
-    "causal": MaskChoice({"fa2": (_DOWN_RIGHT, _DOWN_WHOLE), "fa3": (_UP_WHOLE, _UP_RIGHT)}, (_ALIGN,)),
-    "window": MaskChoice(_WINDOW, (
+MASKS: dict[str, tuple[Param, ...]] = {
+    "full": (),
+    "causal": (_ALIGN,),
+    "window": (
         _ALIGN,
         Param("window_left", "i32", "keys visible before the diagonal, at most max(seqlen_q, seqlen_kv)"),
         Param("window_right", "i32", "keys visible after the diagonal, likewise"),
-    )),
-    "interval": MaskChoice(_WINDOW, (_ALIGN,)),
-    "expression": MaskChoice({"fa2": (), "fa3": (_BY_CLASS,)}, (_ALIGN,)),  # tiles are found by class
+    ),
+    "interval": (_ALIGN,),
+    "expression": (_ALIGN,),
 }
 
 LAYOUTS: dict[str, tuple[Param, ...]] = {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from flashgen.codegen.families.shared.loops import KvLoop
 from flashgen.codegen.families.shared.tiles import TileTable
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Program
@@ -64,6 +65,7 @@ class Pass:
     explain: Callable[..., Any] | None = None  # from (plan, spec), registers=, variants= and the sizes of a call
     one_variant: bool = False                # the same kernel for all variants of a file
     prefer: Prefer | None = None             # which values of traits serve a call of these sizes best
+    loops: Callable[[Plan], tuple[KvLoop, ...]] | None = None  # over tiles of keys, for the skeleton
     kernels: tuple[tuple[tuple[str, Any], ...], ...] = ((),)  # of one call, in their order: traits that tell them apart
 
 

@@ -8,6 +8,7 @@ from flashgen.codegen.families.fa2.family import FA2
 from flashgen.codegen.families.fa3.family import FA3
 from flashgen.codegen.families.family import Family, Pass
 from flashgen.codegen.families.flashmla.family import FLASHMLA
+from flashgen.codegen.families.shared.loops import KvLoop
 from flashgen.codegen.families.standard.family import STANDARD
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Program
@@ -67,6 +68,12 @@ def lower(spec: Spec, target: Target | None = None) -> Plan:
 def launch_pass(plan: Plan) -> Pass | None:
     """The pass that says how a plan is launched. A plan from a file may be of a family that nobody knows."""
     return FAMILIES[plan.family].by_name.get(plan.pass_) if plan.family in FAMILIES else None
+
+
+def loops_of(plan: Plan) -> tuple[KvLoop, ...]:
+    """The loops over tiles of keys of a plan's skeleton, where it has them by mask."""
+    found = launch_pass(plan)
+    return found.loops(plan) if found and found.loops else ()
 
 
 def program_of(plan: Plan, sizes: Any, num_sms: int, *helpers: Plan) -> Program:

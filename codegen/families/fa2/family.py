@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashgen.codegen.families.fa2.launch import launch
+from flashgen.codegen.families.fa2.loops import loops
 from flashgen.codegen.families.fa2.options import Options
 from flashgen.codegen.families.fa2.tiles import TILES
 from flashgen.codegen.families.family import Family
@@ -19,4 +20,4 @@ def _lower(spec: Any, target: Any) -> Any:
 FA2 = Family(
     name="fa2", feature="mma_sync", rank=2, arch="sm_90",
     cards="any NVIDIA GPU from Ampere on: sm_80, sm_86, sm_89, sm_90, sm_120",
-    passes=(forward(_lower, launch),), options=Options, only=ONLY, tiles=TILES, default=True, emulated=True)
+    passes=(forward(_lower, launch, loops),), options=Options, only=ONLY, tiles=TILES, default=True, emulated=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashgen.codegen.families.fa3.launch import launch, prefer
+from flashgen.codegen.families.fa3.loops import loops
 from flashgen.codegen.families.fa3.options import RULES, TRAITS, Options
 from flashgen.codegen.families.fa3.tiles import TILES
 from flashgen.codegen.families.family import Family
@@ -18,5 +19,5 @@ def _lower(spec: Any, target: Any) -> Any:
 
 FA3 = Family(
     name="fa3", feature="wgmma", rank=1, arch="sm_90a", cards="Hopper: sm_90a",
-    passes=(forward(_lower, launch, prefer),), options=Options, only=ONLY, rules=RULES, traits=TRAITS,
+    passes=(forward(_lower, launch, loops, prefer),), options=Options, only=ONLY, rules=RULES, traits=TRAITS,
     tiles=TILES, needs_maps=True, trace_depth=2)

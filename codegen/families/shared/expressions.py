@@ -64,7 +64,7 @@ def pointer_params(spec: Spec) -> list[Param]:
 def slot_params(spec: Spec) -> list[Param]:
     """Of the score and mask slots, and scalars among the spec's own parameters."""
     score = () if spec.expressions.score is None else SCORES["expression"]
-    slots = dict.fromkeys((*score, *MASKS[mask_of(spec)].params))
+    slots = dict.fromkeys((*score, *MASKS[mask_of(spec)]))
     return [*slots, *(Param(f"user_{param.name}", _SCALARS[param.type], "parameter of the spec")
                       for param in spec.expressions.params if isinstance(param, ScalarParam))]
 

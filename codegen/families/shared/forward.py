@@ -6,6 +6,7 @@ from typing import Any
 
 from flashgen.codegen.families.family import Pass, Prefer
 from flashgen.codegen.families.shared.launch import smallest_call
+from flashgen.codegen.families.shared.loops import KvLoop
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Program
 from flashgen.codegen.spec.rule import Only
@@ -20,8 +21,8 @@ ONLY = (
 
 
 def forward(lower: Callable[[Any, Any], Any], launch: Callable[[Mapping[str, Plan], Any, int], Program],
-            prefer: Prefer | None = None) -> Pass:
-    return Pass("fwd", "attention", "many queries", lower, launch, smallest_call, _explain, prefer=prefer)
+            loops: Callable[[Plan], tuple[KvLoop, ...]], prefer: Prefer | None = None) -> Pass:
+    return Pass("fwd", "attention", "many queries", lower, launch, smallest_call, _explain, prefer=prefer, loops=loops)
 
 
 def _explain(plan: Any, spec: Any, **call: Any) -> Any:

@@ -83,7 +83,7 @@ def _values(spec: Spec, target: Target) -> Plan:
 
 
 def _mask(spec: Spec) -> tuple[Param, ...]:
-    return MASKS[mask_choice(spec.causal, False)].params
+    return MASKS[mask_choice(spec.causal, False)]
 
 
 def _strides(*tensors: str) -> tuple[Param, ...]:
