@@ -1,7 +1,7 @@
 """What a mask lets through of a box of positions, as kernels find it: include/flashgen/span.cuh in Python, bit for bit.
 
-ranges.py answers more closely; this is what `flashgen check` and `explain` count tiles by. Whatever a smaller box
-can give lies in what the larger one gives, so that a box that is settled settles all tiles in it.
+`flashgen check` and `explain` count tiles by this. Whatever a smaller box can give lies in what the larger one gives,
+so that a box that is settled settles all tiles in it.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a mask lets through of a whole tile, as CUDA text: the mask over intervals (include/flashgen/span.cuh).
 
-ranges.py answers the same question in Python, more closely, for one box of positions at a time; a kernel asks it of
-thousands of tiles, one per lane, and has to be quick. The answer is a proof where it says all or nothing.
+A kernel asks it of thousands of tiles, one per lane, and has to be quick. The answer is certain where it says all or
+nothing. spans.py computes the same in Python.
 """
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ HEAVY = ("torch", "cuda", "numpy", "matplotlib")
 
 @pytest.mark.parametrize("statement", [
     "import flashgen",
-    "import flashgen.codegen.families.registry, flashgen.codegen.render, flashgen.codegen.lint",
+    "import flashgen.codegen.families.registry, flashgen.codegen.render",
     "import flashgen.codegen.explain.explain",
     "import flashgen.cli",
 ])
@@ -238,7 +238,7 @@ def test_the_registry_is_light():
 
 
 # Lines of codegen and runtime, less the emulator, which has two of many things. The number may only fall.
-MAX_LINES = 17670
+MAX_LINES = 17113
 
 
 def test_lines():

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 from sampling import one_in
+from template_lint import lint
 
 from flashgen.codegen import render as rendering
 from flashgen.codegen.families.registry import lower
 from flashgen.codegen.golden import GENERATED, golden_files, golden_spec
-from flashgen.codegen.lint import lint
 from flashgen.codegen.render import TEMPLATES, reached_headers, render
 from flashgen.codegen.source import Source
 from flashgen.codegen.spec.spec import Spec, shipped_spec_paths
