@@ -73,8 +73,9 @@ def example(spec: Spec, shape: Shape) -> Example:
 
 def identities(spec: Spec, plan: Plan, seed: int) -> Iterator[tuple[str, Identity, Problem]]:
     """Of each mask; none where a call means something else than plain attention."""
+    tile_m = _tiles(spec)[0]
     for mask in () if has_score_mod(spec) else masks(spec):
-        problem = company_problem(spec, _tiles(spec)[0], mask, seed)
+        problem = company_problem(spec, tile_m, mask, seed)
         for name, identity in IDENTITIES.items():
             if name != "future keys" or mask == (True, (-1, -1)):
                 yield name, identity, problem
