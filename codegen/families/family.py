@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from flashgen.codegen.families.shared.loops import KvLoop
@@ -36,6 +37,13 @@ class Trait(NamedTuple):
     option: str
     unasked: Any                               # the value wanted by a call that does not say
     serving: Callable[[Any], tuple[Any, ...]]  # the values that serve a call which wants this one, the best first
+
+
+def lazily(module: str, name: str) -> Callable[..., Any]:
+    """A function that imports the one of a module when it is called: what lowers and explains needs specs."""
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return getattr(import_module(module), name)(*arguments, **keywords)
+    return call
 
 
 class DenseCall(NamedTuple):

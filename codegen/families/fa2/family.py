@@ -1,23 +1,15 @@
 """FlashAttention-2 as a family: the facts, and where the rest is."""
 from __future__ import annotations
 
-from typing import Any
-
 from flashgen.codegen.families.fa2.launch import launch
 from flashgen.codegen.families.fa2.loops import loops
 from flashgen.codegen.families.fa2.options import Options
 from flashgen.codegen.families.fa2.tiles import TILES
-from flashgen.codegen.families.family import Family
+from flashgen.codegen.families.family import Family, lazily
 from flashgen.codegen.families.shared.forward import ONLY, forward
-
-
-def _lower(spec: Any, target: Any) -> Any:
-    from flashgen.codegen.families.fa2.lower import lower
-
-    return lower(spec, target)
-
 
 FA2 = Family(
     name="fa2", feature="mma_sync", rank=2, arch="sm_90",
     cards="any NVIDIA GPU from Ampere on: sm_80, sm_86, sm_89, sm_90, sm_120",
-    passes=(forward(_lower, launch, loops),), options=Options, only=ONLY, tiles=TILES, default=True, emulated=True)
+    passes=(forward(lazily(f"{__package__}.lower", "lower"), launch, loops),),
+    options=Options, only=ONLY, tiles=TILES, default=True, emulated=True)

@@ -1,23 +1,14 @@
 """FlashAttention-3 as a family: the facts, and where the rest is."""
 from __future__ import annotations
 
-from typing import Any
-
 from flashgen.codegen.families.fa3.launch import launch, prefer
 from flashgen.codegen.families.fa3.loops import loops
 from flashgen.codegen.families.fa3.options import RULES, TRAITS, Options
 from flashgen.codegen.families.fa3.tiles import TILES
-from flashgen.codegen.families.family import Family
+from flashgen.codegen.families.family import Family, lazily
 from flashgen.codegen.families.shared.forward import ONLY, forward
-
-
-def _lower(spec: Any, target: Any) -> Any:
-    from flashgen.codegen.families.fa3.lower import lower
-
-    return lower(spec, target)
-
 
 FA3 = Family(
     name="fa3", feature="wgmma", rank=1, arch="sm_90a", cards="Hopper: sm_90a",
-    passes=(forward(_lower, launch, loops, prefer),), options=Options, only=ONLY, rules=RULES, traits=TRAITS,
-    tiles=TILES, needs_maps=True, trace_depth=2)
+    passes=(forward(lazily(f"{__package__}.lower", "lower"), launch, loops, prefer),),
+    options=Options, only=ONLY, rules=RULES, traits=TRAITS, tiles=TILES, needs_maps=True, trace_depth=2)

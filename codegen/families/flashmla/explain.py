@@ -72,7 +72,8 @@ class DecodeExplanation(OwnExplanation):
                f"{work.flops / longest / 1e9:.0f} TFLOP/s, {work.bytes_once / longest / 1e6:.0f} GB/s")
 
 
-def explain_decode(plan: Plan, *, registers: int | None = None, variants: int = 1, **problem: Any) -> DecodeExplanation:
+def explain_decode(plan: Plan, spec: object, *, registers: int | None = None, variants: int = 1, **problem: Any
+                   ) -> DecodeExplanation:
     """Of a plan of pass decode. UnsupportedError for sizes that make no call."""
     shape, target = DecodeShape.of(**problem), TARGETS[plan.target]
     return DecodeExplanation(plan, shape, registers, variants, _count(plan, shape, target))

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flashgen.codegen.families.family import Pass, Prefer
+from flashgen.codegen.families.family import Pass, Prefer, lazily
 from flashgen.codegen.families.shared.launch import smallest_call
 from flashgen.codegen.families.shared.loops import KvLoop
 from flashgen.codegen.plan import Plan
@@ -22,10 +22,5 @@ ONLY = (
 
 def forward(lower: Callable[[Any, Any], Any], launch: Callable[[Mapping[str, Plan], Any, int], Program],
             loops: Callable[[Plan], tuple[KvLoop, ...]], prefer: Prefer | None = None) -> Pass:
-    return Pass("fwd", "attention", "many queries", lower, launch, smallest_call, _explain, prefer=prefer, loops=loops)
-
-
-def _explain(plan: Any, spec: Any, **call: Any) -> Any:
-    from flashgen.codegen.explain.text import explain_attention
-
-    return explain_attention(plan, spec, **call)
+    return Pass("fwd", "attention", "many queries", lower, launch, smallest_call,
+                lazily("flashgen.codegen.explain.text", "explain_attention"), prefer=prefer, loops=loops)

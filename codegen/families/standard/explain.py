@@ -62,7 +62,7 @@ class StandardExplanation(OwnExplanation):
         yield f"  one after the other: {ms:.3f} ms = {flops / ms / 1e9:.0f} TFLOP/s, {total / ms / 1e6:.0f} GB/s"
 
 
-def explain_kernel(plan: Plan, *, registers: int | None = None, variants: int = 1, **problem: Any
+def explain_kernel(plan: Plan, spec: object, *, registers: int | None = None, variants: int = 1, **problem: Any
                    ) -> StandardExplanation:
     """The work of a whole call, whichever of its three kernels is given. UnsupportedError for sizes of no call."""
     shape = Shape.of(**problem)
