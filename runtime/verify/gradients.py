@@ -1,12 +1,13 @@
 """The gradients of attention in fp64, from the formulas; and torch's own, by autograd of plain attention in the inputs'
 dtype: the yardstick.
 
-With P the softmax, of each head: dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dQ = scale * dS K, dK = scale * dS^T Q,
-where delta = rowsum(dO * O) - dlse. A row that sees no key has P = 0, so that it gets and gives zeros.
+With P the softmax, of each head: dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dQ = scale * dS K and
+dK = scale * dS^T Q, where delta = rowsum(dO * O) - dlse. A row that sees no key has P = 0: it gets and gives zeros.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,47 +34,40 @@ def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, dlse: Tensor | N
     Rows that belong to no sequence get zeros, whatever they hold.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    block, dtype = (_block_plain, q.dtype) if plain else (_block_fp64, torch.float64)
     made = tuple(torch.zeros(t.shape, dtype=torch.float64, device=q.device) for t in (q, k, v))
-    if cu_seqlens_q is None or cu_seqlens_kv is None:
-        _dense(dout, dlse, (q, k, v), made, causal, window, scale, block, dtype)
-    else:
-        starts_q, starts_kv = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
-        for i in range(len(starts_q) - 1):
-            rows, keys = slice(*starts_q[i:i + 2]), slice(*starts_kv[i:i + 2])
-            parts = [tuple(t[None, at] for t, at in zip(three, (rows, keys, keys), strict=True))
-                     for three in ((q, k, v), made)]
-            _dense(dout[None, rows], None if dlse is None else dlse[None, :, rows], *parts, causal, window, scale, block,
-                   dtype)
-    dq, dk, dv = (t.to(dtype) for t in made)
+    starts: tuple[list[int], list[int]] | None = None
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None:
+        starts = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
+    for i in range(q.shape[0] if starts is None else len(starts[0]) - 1):
+        rows, keys = (i, i) if starts is None else (slice(*side[i:i + 2]) for side in starts)
+        dlse_part = None if dlse is None else dlse[i] if starts is None else dlse[:, rows]
+        _sequence(dout[rows], q[rows], k[keys], v[keys], dlse_part, [made[0][rows], made[1][keys], made[2][keys]],
+                  _block_plain if plain else _block_fp64, q.dtype if plain else torch.float64, scale,
+                  {"causal": causal, "window": window, "device": q.device})
+    dq, dk, dv = (t.to(q.dtype) if plain else t for t in made)
     return dq, dk, dv
 
 
-def _dense(dout: Tensor, dlse: Tensor | None, inputs: tuple[Tensor, ...], made: tuple[Tensor, ...], causal: bool | str,
-           window: tuple[int, int], scale: float, block: _Block, dtype: torch.dtype) -> None:
-    """Add to `made`, a sequence and a few query rows at a time, in fp64: torch's own sums keep fp32 in one product, so
+def _sequence(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None, made: list[Tensor], block: _Block,
+              dtype: torch.dtype, scale: float, mask: dict[str, Any]) -> None:
+    """Add one sequence to `made`, a few query rows at a time and in fp64: torch's own sums keep fp32 in one product, so
     its yardstick must not pay for chunks."""
-    q, k, v = inputs
-    batch, seqlen_q, num_heads_q, _ = q.shape
-    seqlen_kv, num_heads_kv = k.shape[1:3]
-    if 0 in (batch, seqlen_q, seqlen_kv, num_heads_q):
+    (seqlen_q, num_heads_q, _), (seqlen_kv, num_heads_kv, _) = q.shape, k.shape
+    if 0 in (seqlen_q, seqlen_kv, num_heads_q):
         return
     step = min(seqlen_q, max(1, CHUNK_SCORES // (num_heads_q * seqlen_kv)))
-    for b in range(batch):
-        bs = slice(b, b + 1)
-        keys, values = (x[bs].to(dtype).transpose(1, 2) for x in (k, v))
-        for r in range(0, seqlen_q, step):
-            rs = slice(r, min(r + step, seqlen_q))
-            # query head h reads kv head h // group, so a kv head's queries lie side by side
-            queries, douts = (x[bs, rs].to(dtype).unflatten(2, (num_heads_kv, -1)).permute(0, 2, 3, 1, 4)
-                              for x in (q, dout))
-            dlses = None if dlse is None else dlse[bs, :, rs].to(dtype).unflatten(1, (num_heads_kv, -1))
-            mask = visible(seqlen_q, seqlen_kv, causal=causal, window=window, first=rs.start, last=rs.stop,
-                           device=q.device)
-            dq, dk, dv = block(queries, douts, dlses, keys, values, mask, scale)
-            made[0][bs, rs] = dq.permute(0, 3, 1, 2, 4).flatten(2, 3).double()
-            made[1][bs] += dk.transpose(1, 2).double()
-            made[2][bs] += dv.transpose(1, 2).double()
+    keys, values = (x[None].to(dtype).transpose(1, 2) for x in (k, v))
+    for first in range(0, seqlen_q, step):
+        rows = slice(first, min(first + step, seqlen_q))
+        # query head h reads kv head h // group, so a kv head's queries lie side by side
+        queries, douts = (x[None, rows].to(dtype).unflatten(2, (num_heads_kv, -1)).permute(0, 2, 3, 1, 4)
+                          for x in (q, dout))
+        dlses = None if dlse is None else dlse[None, :, rows].to(dtype).unflatten(1, (num_heads_kv, -1))
+        seen = visible(seqlen_q, seqlen_kv, first=rows.start, last=rows.stop, **mask)
+        dq, dk, dv = block(queries, douts, dlses, keys, values, seen, scale)
+        made[0][rows] = dq[0].permute(2, 0, 1, 3).flatten(1, 2).double()
+        made[1].add_(dk[0].transpose(0, 1).double())
+        made[2].add_(dv[0].transpose(0, 1).double())
 
 
 def _block_fp64(queries: Tensor, dout: Tensor, dlse: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor,

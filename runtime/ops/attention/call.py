@@ -94,10 +94,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
 
         text, ints, floats, extra = bound_to(spec, params)
     if followed or deterministic is not None:
-        wanted = read_deterministic(deterministic)
+        same_bits = read_deterministic(deterministic)
         if followed:
-            return with_gradient(OPERATION, (q, k, v, cu_seqlens_q, cu_seqlens_kv),
-                                 (code, window[0], window[1], softmax_scale, text, ints, floats), out, return_lse, wanted)
+            options = code, window[0], window[1], softmax_scale, text, ints, floats
+            return with_gradient(OPERATION, (q, k, v, cu_seqlens_q, cu_seqlens_kv), options, out, return_lse, same_bits)
     out, lse = front.call(OPERATION, (q, k, v, cu_seqlens_q, cu_seqlens_kv),
                           (code, window[0], window[1], softmax_scale, text, ints, floats), extra, out, return_lse)
     return out if lse is None else (out, lse)
@@ -125,10 +125,10 @@ class Attention(front.Operation):
         return (causal, side(left), side(right), scale_number(scale), *rest)
 
     def prepare(self, call: Arguments) -> Ready:
-        q, k, v, cu_q, cu_kv = call.tensors
+        q, k, v, cu_q, _ = call.tensors
         causal, left, right, scale, text, ints, floats = call.options
         varlen = cu_q is not None
-        check_values(*call.tensors, (left, right), scale)
+        check_values(*call.tensors, window=(left, right), scale=scale)
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION.name)
         handle, scalars, names, has_sink = _parameters(text, (ints, floats, call.extra), sizes, varlen, q.device)
         out_shape = ATTENTION.shapes(call.tensors, call.options)[0]

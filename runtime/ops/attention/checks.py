@@ -20,12 +20,18 @@ WINDOW_ALLOWED = "(left, right), counts of keys from 0, or -1 for an unbounded s
 def check_call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> bool:
     """What a look at the arguments shows, before anything is memoised. Whether autograd follows the call."""
     if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
-        raise UnsupportedError("only one of cu_seqlens_q and cu_seqlens_kv is given", where="cu_seqlens",
-                               allowed="both (varlen) or neither (dense)")
+        check_pair(cu_seqlens_q, cu_seqlens_kv)
     followed = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not (q.is_cuda or q.is_cpu):
         check_device("q", q)
     return followed
+
+
+def check_pair(cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
+    """UnsupportedError where one of the two is missing."""
+    if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
+        raise UnsupportedError("only one of cu_seqlens_q and cu_seqlens_kv is given", where="cu_seqlens",
+                               allowed="both (varlen) or neither (dense)")
 
 
 def read_deterministic(value: Any) -> bool:
@@ -38,9 +44,10 @@ def read_deterministic(value: Any) -> bool:
 def check_deterministic(deterministic: bool) -> None:
     """UnsupportedError where gradients that are the same each time are asked for."""
     if deterministic:
-        raise UnsupportedError("deterministic gradients are asked for, and no backward kernel adds in a fixed order yet",
-                               where="deterministic", allowed="False, or None without "
-                               "torch.use_deterministic_algorithms(True)", next="deterministic=False")
+        raise UnsupportedError(
+            "deterministic gradients are asked for, and no backward kernel adds in a fixed order yet",
+            where="deterministic", allowed="False, or None without torch.use_deterministic_algorithms(True)",
+            next="deterministic=False")
 
 
 def causal_code(causal: Any) -> int:

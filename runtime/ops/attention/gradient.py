@@ -42,20 +42,22 @@ class _Followed(torch.autograd.Function):
         return None, None, None, dq, dk, dv, None, None
 
 
+_follow: Callable[..., Any] = _Followed.apply
+
+
 def with_gradient(op: front.Operation, tensors: Tensors, options: Options, out: Tensor | None, want_lse: Any,
-                  deterministic: bool) -> Any:
+                  deterministic: bool) -> Tensor | tuple[Tensor, Tensor]:
     """A call that autograd follows: its out, or (out, lse). UnsupportedError for what has no gradient."""
     _check(options, deterministic)
     if out is not None:
-        raise UnsupportedError("a gradient is asked for, and autograd cannot follow a result that is written into `out`",
+        raise UnsupportedError("a gradient is asked for, and autograd follows no result that is written into `out`",
                                where="out", allowed="None where q, k or v requires a gradient",
                                next="leave out=None, or call it under torch.no_grad()")
     want_lse = flag("return_lse", want_lse)
     if front.listened():  # the op that the dispatcher finds is followed in the same way
         found, lse = front.dispatch(op, tensors, options, (), None, True)
     else:
-        found, lse = _Followed.apply(lambda: front.call(op, tensors, options, (), None, True), options, deterministic,
-                                     *tensors)
+        found, lse = _follow(lambda: front.call(op, tensors, options, (), None, True), options, deterministic, *tensors)
     return (found, lse) if want_lse else found
 
 
@@ -68,7 +70,7 @@ def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[],
         raise UnsupportedError("a gradient is asked for, and none is known with tensors of params", where="params",
                                allowed="calls without them", next="torch.no_grad()")
     refuse_wrapped(**{arg.name: t for arg, t in zip(signature.tensors, tensors, strict=True)})
-    return _Followed.apply(run, options, deterministic, *tensors)
+    return _follow(run, options, deterministic, *tensors)
 
 
 def _check(options: Options, deterministic: bool) -> None:

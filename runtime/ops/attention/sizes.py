@@ -12,7 +12,7 @@ from flashgen.runtime.select.selector import Wanted
 Window = tuple[int, int]
 
 
-def check_values(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_kv: Tensor | None, window: Window,
+def check_values(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_kv: Tensor | None, *, window: Window,
                  scale: float) -> None:
     """UnsupportedError for numbers that no kernel takes. The values of cu_seqlens_* are looked at on the CPU alone."""
     if cu_q is not None and cu_kv is not None and q.is_cpu:

@@ -1,4 +1,4 @@
-"""flashgen.attention_backward: what it refuses, which kernels serve it, and what they launch. The rest is front.py's."""
+"""flashgen.attention_backward: what it refuses, which kernels serve it, what they launch. The rest is front.py's."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from flashgen.runtime.ops.attention.checks import (
     WINDOW_ALLOWED,
     causal_code,
     check_deterministic,
+    check_pair,
     check_qkv,
     read_deterministic,
     side,
@@ -68,6 +69,8 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
 
         text, *_ = bound_to(spec, None)
     require_tensors(False, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    require_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
+    check_pair(cu_seqlens_q, cu_seqlens_kv)
     check_device("q", q)
     return gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
                      (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), (), ()))
@@ -99,11 +102,14 @@ class _Last(torch.autograd.Function):
                                next="leave create_graph out, or use torch's own attention where it is needed")
 
 
+_last: Callable[..., Any] = _Last.apply
+
+
 def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
     """The results of the torch op, which autograd follows no further; `run` is the op below autograd."""
     tensors, _, _ = signature.split(arguments)
     refuse_wrapped(**{arg.name: t for arg, t in zip(signature.tensors, tensors, strict=True)})
-    return _Last.apply(run, *tensors)
+    return _last(run, *tensors)
 
 
 class AttentionBackward(front.Operation):
@@ -125,12 +131,12 @@ class AttentionBackward(front.Operation):
         return (causal, side(left), side(right), scale_number(scale), spec, flag("deterministic", deterministic), *rest)
 
     def prepare(self, call: Arguments) -> Ready:
-        dout, q, k, v, out, lse, dlse, cu_q, cu_kv = call.tensors
+        dout, q, k, v, out, _, _, cu_q, cu_kv = call.tensors
         causal, left, right, scale, text, deterministic, _, _ = call.options
-        check_values(q, k, v, cu_q, cu_kv, (left, right), scale)
+        check_values(q, k, v, cu_q, cu_kv, window=(left, right), scale=scale)
         check_deterministic(deterministic)
-        if copies := tuple(place for place, (arg, t) in enumerate(zip(self.signature.tensors, call.tensors, strict=True))
-                           if t is not None and not _readable(arg.name, t)):
+        named = zip(self.signature.tensors, call.tensors, strict=True)
+        if copies := tuple(place for place, (arg, t) in enumerate(named) if not _readable(arg.name, t)):
             return Ready(copies=copies)
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION_BACKWARD.name)
         if sizes.batch == 0 or 0 in (*out.shape, *q.shape, *k.shape):
@@ -147,11 +153,13 @@ class AttentionBackward(front.Operation):
 OPERATION = AttentionBackward()
 
 
-def _readable(name: str, t: Tensor) -> bool:
-    """Whether kernels can read a tensor as it lies."""
-    if name in ("lse", "dlse", "cu_seqlens_q", "cu_seqlens_kv"):
+def _readable(name: str, t: Tensor | None) -> bool:
+    """Whether kernels can read a tensor as it lies. What autograd makes is often expanded, as sums make it."""
+    if t is None or name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        return True
+    if name in ("lse", "dlse"):
         return t.is_contiguous()
-    return is_aligned(t) and (name != "dout" or mappable(t))  # autograd's are often expanded; q, k and v are the caller's
+    return is_aligned(t) and (name != "dout" or mappable(t))
 
 
 def _handle(text: str) -> str:
