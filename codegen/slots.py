@@ -13,6 +13,10 @@ A slot's contract is the set of device functions its files define:
   copy    (flashmla) struct CacheCopy, which copies tiles of keys: find, start and flush, by each of COPY_WARPS warps
   rows    (fa3) what the rows of query tiles are: queries_per_warpgroup(p); rows_from(p, work, row), those that
           exist; of row r out_row and lse_place(p, work, r); load_query_rows(p, tile, barrier, work, first query)
+  queries  (backward) QueryRange seeing_queries(p, kv_pos, seqlen_q, seqlen_kv), the reverse of `mask`: the queries that
+          see a key, an interval that never moves left as kv_pos grows
+  row_tile (backward) RowTile row_tile(p, tile, head_q): the rows of a query tile of the kernels around the gradients
+  dq_order (backward) read_fragments(x, group): how elements of a fragment lie in dq_accum
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
@@ -70,6 +74,7 @@ ROWS: dict[str, tuple[Param, ...]] = {
 SLOTS: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
+    "queries": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS), "dq_order": ("vector", "component"),
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
 
