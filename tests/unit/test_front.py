@@ -28,7 +28,8 @@ def shapes(tensors: Tensors, options: Options) -> tuple[Shape, ...]:
 
 
 TOY = Signature("toy", __name__, (Arg("x", rows=True), Arg("shift", "bias", optional=True)),
-                (Option("times", "SymInt"), Option("scale", "float", default=inverse_root)), shapes, results=("result",))
+                (Option("times", "SymInt"), Option("scale", "float", default=inverse_root)), shapes,
+                results=("result",))
 
 
 class Kernel:

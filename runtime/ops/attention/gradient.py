@@ -42,7 +42,8 @@ class _Followed(torch.autograd.Function):
         return None, None, None, dq, dk, dv, None, None
 
 
-_follow: Callable[..., Any] = _Followed.apply
+# Function.apply less what it does for tensors of torch.func, which are refused: half of its time.
+_follow: Callable[..., Any] = super(torch.autograd.Function, _Followed).apply
 
 
 def with_gradient(op: front.Operation, tensors: Tensors, options: Options, out: Tensor | None, want_lse: Any,
