@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.families.fa2.bwd_tiles import BWD_TILES, BwdTileRow
-from flashgen.codegen.families.shared import expressions
-from flashgen.codegen.plan import Constant, Launch, Param, Plan, Role, registers_per_thread_max
-from flashgen.codegen.slots import LAYOUTS, MASKS, tiled_as
+from flashgen.codegen.families.shared.backward import GROUP_ROWS
+from flashgen.codegen.families.shared.backward_lower import gradient_params, gradient_sizes, gradient_strides
+from flashgen.codegen.plan import Constant, Launch, Plan, Role, registers_per_thread_max
+from flashgen.codegen.slots import MASKS, mask_choice
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
 from flashgen.codegen.target import Target
 from flashgen.errors import PlanError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
-
-# Registers beside accumulators: addresses, loop state, operand fragments in flight. A floor, as in the forward.
-OVERHEAD_REGISTERS = 24
-SUM_ROWS = 64  # rows of a group of sums of dQ
 
 
 class Shares(NamedTuple):
@@ -41,14 +38,12 @@ class Shares(NamedTuple):
 
 
 def lower_gradients(spec: Spec, target: Target) -> Plan:
-    mask = expressions.mask_of(spec)
-    row = BWD_TILES.find(target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v)
-    if not target.features >= {"cp_async", "ldmatrix", "mma_sync"} or row is None:
+    mask = mask_choice(spec.causal, spec.window)
+    tile = BWD_TILES.find(target.name, mask, spec.head_dim_qk, spec.head_dim_v)
+    if not target.features >= {"cp_async", "ldmatrix", "mma_sync"} or tile is None:
         raise PlanError(f"no fa2 backward tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256)")
-    tile = BWD_TILES.overridden(spec, row)
     shares = _shares(spec, tile)
-    _check_registers(spec, tile, shares, target)
     smem = layout_regions((
         ("K", tile_bytes(tile.n, spec.head_dim_qk), "the keys; at the end dK"),
         ("V", tile_bytes(tile.n, spec.head_dim_v), "their values; at the end dV"),
@@ -59,35 +54,27 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         ("ROWS", tile.stages * 2 * 4 * tile.m, "-lse and -delta of each stage's queries"),
     ))
     return Plan(
-        variant=spec.variant, target=target.name, family="fa2", pass_=spec.pass_, spec=spec.fields(),
+        variant=spec.variant, target=target.name, family="fa2", pass_="bwd", spec=spec.fields(),
         template="fa2/bwd.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, tile, shares, target),
-        slots=(("key_layout", spec.kv_layout), ("key_inputs", spec.kv_layout), ("queries", mask)),
-        flags=(), params=_params(spec, mask), smem=smem, roles=(Role("mma", tile.warps),),
+        slots=(("key_layout", spec.kv_layout), ("key_inputs", spec.kv_layout), ("queries", mask),
+               ("dq_order", "component")),
+        flags=(), params=(*gradient_params(spec), *gradient_strides(spec), *gradient_sizes(spec), *MASKS[mask]),
+        smem=smem, roles=(Role("mma", tile.warps),),
         launch=Launch(32 * tile.warps, tile.blocks_per_sm, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = n_tiles * num_heads_kv" + ("" if spec.kv_layout == "varlen" else " * batch")),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",))
 
 
 def _shares(spec: Spec, tile: BwdTileRow) -> Shares:
-    def refuse(what: str, allowed: str) -> None:
-        raise PlanError(what, where=spec.variant, allowed=allowed)
-
-    query_warps, left = divmod(tile.warps, tile.key_warps)
-    if left or query_warps & (query_warps - 1):
-        refuse(f"{tile.warps} warps, of which {tile.key_warps} divide the keys", "a power of two for each of these")
-    if tile.n % (16 * tile.key_warps):
-        refuse(f"tile.n {tile.n} does not divide into 16-row fragments for {tile.key_warps} warps",
-               f"multiples of {16 * tile.key_warps}")
-    if tile.m % SUM_ROWS or tile.m % (16 * query_warps):
-        refuse(f"tile.m {tile.m}", f"multiples of {SUM_ROWS} and of {16 * query_warps}")
-    for head_dim in (spec.head_dim_qk, spec.head_dim_v):
-        if not _deals(head_dim, query_warps):
-            refuse(f"{query_warps} warps divide the columns of head dim {head_dim}", "fewer query warps")
+    query_warps = tile.warps // tile.key_warps
     rows, cols = _dq_warps(spec.head_dim_qk, tile)
-    return Shares(tile.key_warps, query_warps, tile.n // (16 * tile.key_warps), tile.m // query_warps,
-                  _blocks(spec.head_dim_qk, query_warps), _blocks(spec.head_dim_v, query_warps),
-                  rows, cols, tile.m // (16 * rows), _blocks(spec.head_dim_qk, cols))
+    shares = Shares(tile.key_warps, query_warps, tile.n // (16 * tile.key_warps), tile.m // query_warps,
+                    _blocks(spec.head_dim_qk, query_warps), _blocks(spec.head_dim_v, query_warps),
+                    rows, cols, tile.m // (16 * rows), _blocks(spec.head_dim_qk, cols))
+    assert tile.m % GROUP_ROWS == 0 and shares.queries % 16 == 0 and tile.n == 16 * tile.key_warps * shares.key_fragments
+    assert not query_warps & (query_warps - 1) and not cols & (cols - 1), "columns are dealt to a power of two"
+    return shares
 
 
 def _blocks(head_dim: int, warps: int) -> int:
@@ -95,35 +82,10 @@ def _blocks(head_dim: int, warps: int) -> int:
     return -(-head_dim // (16 * warps))
 
 
-def _deals(head_dim: int, warps: int) -> bool:
-    """Whether 16 columns at a time can be dealt to warps: a round stays inside a panel, and all rounds in the tile."""
-    columns = smem_cols(head_dim)
-    panel = 64 if columns % 64 == 0 else 32
-    return 16 * warps <= panel and _blocks(head_dim, warps) * 16 * warps <= columns
-
-
 def _dq_warps(head_dim: int, tile: BwdTileRow) -> tuple[int, int]:
     """(warps along the rows of dQ, along its columns): those that read the least of dS and K for a step of 16 keys."""
-    found = [(rows, tile.warps // rows) for rows in (1, 2, 4)
-             if rows <= tile.m // 16 and tile.warps % rows == 0 and _deals(head_dim, tile.warps // rows)]
-    if not found:
-        raise PlanError(f"no way to share dQ of head dim {head_dim} among {tile.warps} warps", where="tile",
-                        allowed="fewer warps")
-    return min(found, key=lambda shape: tile.m * shape[1] + 16 * shape[1] * _blocks(head_dim, shape[1]) * shape[0])
-
-
-def _check_registers(spec: Spec, tile: BwdTileRow, shares: Shares, target: Target) -> None:
-    sums = shares.key_fragments * 8 * (shares.dk_blocks + shares.dv_blocks)
-    scores = shares.key_fragments * shares.queries // 2
-    dq = shares.dq_fragments * shares.dq_blocks * 8
-    needed = sums + max(2 * scores, dq) + OVERHEAD_REGISTERS
-    limit = registers_per_thread_max(32 * tile.warps, tile.blocks_per_sm, target)
-    if needed > limit:
-        raise PlanError(
-            f"needs at least dK and dV {sums} + the larger of (S and dP 2 * {scores}, dQ {dq}) + "
-            f"{OVERHEAD_REGISTERS} = {needed} registers per thread", where=f"{spec.variant}.{target.name}",
-            allowed=f"{limit} with {tile.blocks_per_sm} blocks of {32 * tile.warps} threads per SM",
-            nearest="a smaller tile, more warps, or fewer blocks_per_sm")
+    shapes = [(rows, tile.warps // rows) for rows in (4, 2, 1) if tile.warps % rows == 0]
+    return min(shapes, key=lambda shape: tile.m * shape[1] + 16 * shape[1] * _blocks(head_dim, shape[1]) * shape[0])
 
 
 def _constants(spec: Spec, tile: BwdTileRow, shares: Shares, target: Target) -> tuple[Constant, ...]:
@@ -151,36 +113,4 @@ def _constants(spec: Spec, tile: BwdTileRow, shares: Shares, target: Target) -> 
         Constant("MMA_COLS_V", round_up(spec.head_dim_v, 16), "columns of dP's product: whole 16-column steps"),
         Constant("SMEM_COLS_QK", smem_cols(spec.head_dim_qk), "columns stored of q and k: whole panels, surplus zero"),
         Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v and dout, likewise"),
-    )
-
-
-def _params(spec: Spec, mask: str) -> tuple[Param, ...]:
-    """Pointers and 64-bit strides first, so that the struct has no holes."""
-    varlen = spec.kv_layout == "varlen"
-    rows_q, rows_kv = ("total_q", "total_kv") if varlen else ("batch, seqlen_q", "batch, seqlen_kv")
-    axes = ("row", "head") if varlen else ("batch", "row", "head")
-    return (
-        Param("q", "element_ptr", f"[{rows_q}, num_heads_q, head_dim_qk]"),
-        Param("k", "element_ptr", f"[{rows_kv}, num_heads_kv, head_dim_qk]"),
-        Param("v", "element_ptr", f"[{rows_kv}, num_heads_kv, head_dim_v]"),
-        Param("dout", "element_ptr", f"[{rows_q}, num_heads_q, head_dim_v]"),
-        Param("neg_lse", "f32_ptr", "[num_heads_q, q_tiles, BLOCK_M], log2; -inf past a sequence"),
-        Param("neg_delta", "f32_ptr", "likewise; 0 past a sequence"),
-        Param("dq_accum", "f32_out", "[num_heads_q, q_tiles, BLOCK_M * MMA_COLS_QK] in the order of fragments"),
-        Param("dk", "element_out", f"[{rows_kv}, num_heads_kv, head_dim_qk]"),
-        Param("dv", "element_out", f"[{rows_kv}, num_heads_kv, head_dim_v]"),
-        *LAYOUTS[spec.kv_layout],
-        *(Param(f"{t}_{axis}_stride", "i64", "elements") for t in ("q", "k", "v", "dout", "dk", "dv") for axis in axes),
-        Param("batch", "i32", "sequences"),
-        Param("seqlen_q", "i32", "total_q" if varlen else "queries per sequence"),
-        Param("seqlen_kv", "i32", "total_kv" if varlen else "keys per sequence"),
-        Param("num_heads_q", "divisor", "query heads"),
-        Param("num_heads_kv", "divisor", "heads of keys and values"),
-        Param("heads_per_kv_head", "divisor", "num_heads_q / num_heads_kv"),
-        Param("m_tiles", "divisor", "query tiles per head" if varlen else "query tiles per head and sequence"),
-        Param("n_tiles", "divisor", "key tiles per head" if varlen else "key tiles per head and sequence"),
-        Param("q_tiles", "i32", "query tiles per head, of all sequences"),
-        Param("scale_log2", "f32", "softmax_scale * log2(e)"),
-        Param("softmax_scale", "f32", "of scores, and so of dK"),
-        *MASKS[mask],
     )

@@ -44,10 +44,8 @@ _ROWS: tuple[BwdTileRow, ...] = (
     _small(64, 64, m=64, n=128, warps=8, key_warps=4, stages=2),
     _small(96, 96, m=64, n=64, warps=8, key_warps=4, stages=2),
     _small(128, 128, m=64, n=64, warps=8, key_warps=4, stages=1),
-    _small(192, 192, m=64, n=32, warps=4, key_warps=2, stages=1),
+    _small(224, 224, m=64, n=32, warps=8, key_warps=2, stages=1),
     _small(256, 256, m=64, n=16, warps=4, key_warps=1, stages=1),
 )
 
-BWD_TILES = TileTable(
-    _ROWS, overrides=("blocks_per_sm",),
-    axes={"m": (64, 128), "n": (32, 64, 96, 128), "warps": (4, 8), "stages": (1, 2), "blocks_per_sm": (1, 2)})
+BWD_TILES = TileTable(_ROWS, overrides=(), axes={})

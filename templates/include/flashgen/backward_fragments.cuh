@@ -10,20 +10,23 @@ struct alignas(8) FloatPair {
   float x, y;
 };
 
-// Every STRIDE-th block of 16 columns: warps share the columns of a product like cards dealt, so that each steps along
-// them by immediates, whatever the number of columns (two panels of shared memory are never halved).
-template <class View, int STRIDE>
-struct DealtColumns {
-  View view;
-  FG_DEVICE const unsigned char* at(int rows16, int cols16) const { return view.at(rows16, cols16 * STRIDE); }
-};
-
-// The B operand of a product over a tile's rows, for warp `column_warp` of WARPS that share its columns.
+// The B operand of a product over a tile's rows, for warp `column_warp` of WARPS, a power of two, that share its columns.
+// They get blocks of 16 like cards dealt, so that each steps along them by immediates, whatever the number of columns.
+// A block past the tile's end is read as the first: what comes of it is dropped.
 template <class Shape, int WARPS>
-FG_DEVICE DealtColumns<typename Shape::LaneView, WARPS> dealt_columns(const unsigned char* tile, int column_warp) {
-  const int lane = threadIdx.x % WARP_SIZE;
-  return {typename Shape::LaneView(tile, lane % 16, lane / 16 + 2 * column_warp)};
-}
+struct DealtColumns {
+  static constexpr int BLOCKS = Shape::COLS / 16;
+  typename Shape::LaneView view;
+  int column_warp;
+
+  FG_DEVICE DealtColumns(const unsigned char* tile, int column_warp, int lane)
+      : view(tile, lane % 16, lane / 16 + 2 * column_warp), column_warp(column_warp) {}
+
+  FG_DEVICE const unsigned char* at(int rows16, int round) const {
+    const bool exists = (round + 1) * WARPS <= BLOCKS || round * WARPS + column_warp < BLOCKS;
+    return view.at(rows16, exists ? round * WARPS : 0);
+  }
+};
 
 // The A operand whose rows are the columns of a tile: fragment m is their block m * STRIDE + `first` of 16.
 template <class Shape, int M, int STRIDE>
@@ -128,6 +131,7 @@ FG_DEVICE void store_dealt(unsigned char* tile, const float (&x)[M][V][4], int r
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         const int chunk = (v / 2 * WARPS + column_warp) * 2 + v % 2;
+        if ((v / 2 + 1) * 2 * WARPS > Shape::CHUNKS && chunk >= Shape::CHUNKS) break;
         unsigned char* const target = tile + Shape::offset(row + 16 * m + 8 * h, chunk) + threadIdx.x % 4 * 4;
         *reinterpret_cast<uint32_t*>(target) =
             pack2(Element{}, x[m][v][2 * h] * factor, x[m][v][2 * h + 1] * factor);
