@@ -57,15 +57,15 @@ class Accuracy:
     lse_error: float = 0.0
 
 
-def check(results: Results, inputs: Answered, *, label: str = "", rerun: str = "") -> Accuracy:
-    """Raise VerifyError unless `results` keep the accuracy contract for `inputs`.
+def check(results: Results, inputs: Answered, *more: Results, label: str = "", rerun: str = "") -> Accuracy:
+    """Raise VerifyError unless `results`, and `more` of other runs, keep the accuracy contract for `inputs`.
 
     The truth is computed here, after the kernel, so that recycled memory cannot hold the answer.
     `label` names spec, variant, problem and seed; `rerun` is the command that repeats the failure.
     """
     truth, judge = inputs.truth(), _Judge(label, rerun)
     measured, fixed = [(0.0, 0.0)], [0.0]
-    for name, result in results.items():
+    for name, result in (pair for run in (results, *more) for pair in run.items()):
         right = truth[name]
         judge.same_form(name, result, right.exact.shape, torch.float32 if right.plain is None else right.plain.dtype)
         judge.same_specials(name, result, right)

@@ -65,6 +65,10 @@ class BackwardInputs(Inputs):
     dlse: torch.Tensor | None = None
 
     @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What flashgen.attention_backward takes in its first places."""
         return self.dout, self.q, self.k, self.v, self.out, self.lse
