@@ -72,7 +72,7 @@ def _shares(spec: Spec, tile: BwdTileRow) -> Shares:
     shares = Shares(tile.key_warps, query_warps, tile.n // (16 * tile.key_warps), tile.m // query_warps,
                     _blocks(spec.head_dim_qk, query_warps), _blocks(spec.head_dim_v, query_warps),
                     rows, cols, tile.m // (16 * rows), _blocks(spec.head_dim_qk, cols))
-    assert tile.m % GROUP_ROWS == 0 and shares.queries % 16 == 0 and tile.n == 16 * tile.key_warps * shares.key_fragments
+    assert tile.m % GROUP_ROWS == 0 and shares.queries % 16 == 0 and tile.n % (16 * tile.key_warps) == 0
     assert not query_warps & (query_warps - 1) and not cols & (cols - 1), "columns are dealt to a power of two"
     return shares
 
