@@ -15,6 +15,8 @@ A slot's contract is the set of device functions its files define:
           exist; of row r out_row and lse_place(p, work, r); load_query_rows(p, tile, barrier, work, first query)
   queries  (backward) QueryRange seeing_queries(p, kv_pos, seqlen_q, seqlen_kv), the reverse of `mask`: the queries that
           see a key, an interval that never moves left as kv_pos grows
+  key_layout  (backward) struct KeyTileCoord, KeyTileCoord key_tile_coord(p, tile, head), by a whole warp; first rows of
+          a sequence and kv head: dk_rows, dv_rows, each of (p, work)
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
@@ -72,7 +74,7 @@ ROWS: dict[str, tuple[Param, ...]] = {
 SLOTS: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
-    "queries": ("full", "causal", "window"),
+    "queries": ("full", "causal", "window"), "key_layout": tuple(LAYOUTS),
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
 
@@ -85,6 +87,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "output": ("apart", "over_queries"),  # fa3: the output waits in room of its own, or in that of its queries
     "work": ("whole", "split"),           # fa3: a work tile is a query tile, or may be a split of one
     "query": ("registers", "shared"),     # fa2: where the A operand of the QK product is
+    "p_precision": ("fp32", "element"),   # fa3, backward: of the P that dS is made of
 }
 
 
