@@ -15,8 +15,8 @@ A slot's contract is the set of device functions its files define:
           exist; of row r out_row and lse_place(p, work, r); load_query_rows(p, tile, barrier, work, first query)
   queries  (backward) QueryRange seeing_queries(p, kv_pos, seqlen_q, seqlen_kv), the reverse of `mask`: the queries that
           see a key, an interval that never moves left as kv_pos grows
-  key_tiles  (backward) struct TileCoord of a tile of keys, TileCoord key_tile_coord(p, tile), and the first rows of what it
-          writes: dk_rows and dv_rows, each of (p, work)
+  row_tile (backward) RowTile row_tile(p, tile, head_q): the rows of a query tile of the kernels around the gradients
+  dq_order (backward) read_fragments(x, group): how elements of a fragment lie in dq_accum
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
@@ -74,7 +74,7 @@ ROWS: dict[str, tuple[Param, ...]] = {
 SLOTS: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
-    "key_tiles": tuple(LAYOUTS), "queries": ("full", "causal", "window"),
+    "queries": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS), "dq_order": ("vector", "component"),
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
 

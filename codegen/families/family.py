@@ -75,6 +75,12 @@ class Pass:
     prefer: Prefer | None = None             # which values of traits serve a call of these sizes best
     loops: Callable[[Plan], tuple[KvLoop, ...]] | None = None  # over tiles of keys, for the skeleton
     kernels: tuple[tuple[tuple[str, Any], ...], ...] = ((),)  # of one call, in their order: traits that tell them apart
+    only: tuple[Only, ...] = ()              # what it takes of a spec, beside what the family takes
+
+    @property
+    def kernel_names(self) -> tuple[str | None, ...]:
+        """The values of the spec field `kernel`."""
+        return tuple(dict(traits).get("kernel") for traits in self.kernels)
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class Common(_Frozen):
         parts: list[tuple[object, str]] = [
             (True, f"{self.name}_{self.dtype}_{dims}"),
             (self.family != implied_family(self.name), self.family),
-            (pass_of(self) != FAMILIES[self.family].passes[0], self.pass_),
+            (pass_of(self) != FAMILIES[self.family].passes[0] and self.pass_ not in self.name.split("_"), self.pass_),
             (self.causal, "causal"),
             (self.window, "window"),
             (self.kv_layout != "dense", self.kv_layout + "".join(self._short("kv_layout"))),

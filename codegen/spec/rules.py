@@ -6,10 +6,11 @@ itself (fields.py).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flashgen.codegen.families.family import Family
-from flashgen.codegen.families.registry import FAMILIES, targets_of
+from flashgen.codegen.families.family import Family, Pass
+from flashgen.codegen.families.registry import FAMILIES, pass_of, targets_of
 from flashgen.codegen.spec import expressions as spec_expr
 from flashgen.codegen.spec.rule import Only, Rule, listed, nearest_number, refused, shown
 from flashgen.codegen.target import FEATURES, TARGETS
@@ -50,13 +51,34 @@ def _arch(spec: Common) -> SpecError | None:
 
 def _only(families: tuple[Family, ...], spec: Common) -> SpecError | None:
     for family in families:
-        for name, values, why in _limits(family) if spec.family == family.name else ():
-            given = getattr(spec, _ATTRIBUTES.get(name, name))
-            if given not in values:
-                nearest = nearest_number(values, given) if name.startswith("head_dim") else shown(values[0])
-                return refused(name, given, f"family {spec.family}: {why or _taken_by(name, given)}", listed(values),
-                               nearest, f"family: {spec.family}")
+        if spec.family == family.name and (error := _first_refused(spec, _limits(family), "family", spec.family)):
+            return error
     return None
+
+
+def _only_in_pass(limits: tuple[Only, ...], spec: Common) -> SpecError | None:
+    return _first_refused(spec, limits, "pass", spec.pass_) if pass_of(spec).only == limits else None
+
+
+def _first_refused(spec: Common, limits: tuple[Only, ...], owner: str, name: str) -> SpecError | None:
+    for field, values, why in limits:
+        given = getattr(spec, _ATTRIBUTES.get(field, field))
+        if given not in values:
+            nearest = nearest_number(values, given) if field.startswith("head_dim") else shown(values[0])
+            return refused(field, given, f"{owner} {name}: {why or _taken_by(field, given)}", listed(values), nearest,
+                           f"{owner}: {name}")
+    return None
+
+
+def _kernel(spec: Common) -> SpecError | None:
+    """Of passes that launch several kernels, a variant is one of them."""
+    given, names = getattr(spec, "kernel", None), pass_of(spec).kernel_names
+    if given in names:
+        return None
+    several = names != (None,)
+    return refused("kernel", given, f"family {spec.family} and pass {spec.pass_}" + (
+        f", a call of which launches {len(names)}" if several else ", a call of which launches one"), listed(names),
+        f"kernel: [{', '.join(map(str, names))}]" if several else "null", f"pass: {spec.pass_}")
 
 
 def _limits(family: Family) -> tuple[Only, ...]:
@@ -82,10 +104,28 @@ def _alike() -> list[tuple[Family, ...]]:
     return list(found.values())
 
 
+def _in_words(limits: tuple[Only, ...]) -> str:
+    return "; ".join(f"`{name}` is {listed(values)}" for name, values, _ in limits) + "."
+
+
+def _passes_by(key: Callable[[Pass], Any]) -> dict[tuple[str, Any], list[str]]:
+    """Names of families by (name, key) of their passes."""
+    found: dict[tuple[str, Any], list[str]] = {}
+    for family in FAMILIES.values():
+        for each in family.passes:
+            found.setdefault((each.name, key(each)), []).append(family.name)
+    return found
+
+
 RULES: tuple[Rule, ...] = (
-    *(Rule(f"{', '.join(family.name for family in families)}: "
-           + "; ".join(f"`{name}` is {listed(values)}" for name, values, _ in _limits(families[0])) + ".",
+    *(Rule(f"{', '.join(family.name for family in families)}: " + _in_words(_limits(families[0])),
            functools.partial(_only, families)) for families in _alike()),
+    *(Rule(f"{', '.join(families)}, `pass: {name}`: " + _in_words(limits), functools.partial(_only_in_pass, limits))
+      for (name, limits), families in _passes_by(lambda each: each.only).items() if limits),
+    Rule("`kernel` says which of the kernels of a call a variant is: " + "; ".join(
+        f"{', '.join(families)} with `pass: {name}`: {listed(kernels)}"
+        for (name, kernels), families in _passes_by(lambda each: each.kernel_names).items() if kernels != (None,))
+        + ". It is null elsewhere.", _kernel),
     Rule("`causal` and `window` exclude each other.", _masks),
     Rule("; ".join(f"{name}: `arch` is {', '.join(targets_of(name))}, for {FEATURES[family.feature]}"
                    for name, family in FAMILIES.items() if targets_of(name) != list(TARGETS)) + ".", _arch),

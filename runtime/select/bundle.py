@@ -27,7 +27,7 @@ from flashgen.runtime.compile.entry import Entry, FileFacts, canonical, facts, r
 from flashgen.runtime.launch.rehearsal import check_launch
 from flashgen.runtime.select.selector import Selector, selector_of
 
-SCHEMA = 4        # of the manifest
+SCHEMA = 5        # of the manifest
 LAUNCH_RULES = 6  # raise it when families/*/launch.py derives grid, block or argument values from a plan differently
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20  # a kernel takes about 2 KiB of it

@@ -176,15 +176,14 @@ def values_of(row: spec_fields.Row) -> st.SearchStrategy[Any]:
 
 def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
     """The same values, less what the rules between fields refuse."""
-    kept = {row.name: row.default if row.families not in ("", values["family"]) else values[row.name]
-            for row in spec_fields.rows()}
+    kept = {row.name: values[row.name] if not row.families or values["family"] in row.families.split(", ")
+            else row.default for row in spec_fields.rows()}
     passes = [found.name for found in FAMILIES[kept["family"]].passes]
     kept["pass"] = kept["pass"] if kept["pass"] in passes else passes[0]
     if kept["family"] == "flashmla":
         return keep_rules_of_mla(kept)
     if kept["family"] == "standard":
         kept |= {name: only for name, only in STANDARD.items() if name not in ("name", "family", "pass", "kernel")}
-        kept["kernel"] = kept["kernel"] or "scores"
     kept["window"] = kept["window"] and not kept["causal"]
     kept |= {"kv_layout": {"paged": "varlen"}.get(kept["kv_layout"], kept["kv_layout"]),
              **{name: kept[name] and 8 + (kept[name] - 8) % 256 // 8 * 8 for name in ("head_dim_qk", "head_dim_v")}}
@@ -203,6 +202,13 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
                  "split": kept["split"] and not (
                      kept["batch_invariant"] or kept["window"] or kept["kv_layout"] == "varlen" or changed),
                  "pack_gqa": kept["pack_gqa"] and not (kept["window"] or kept["kv_layout"] == "varlen" or changed)}
+    return keep_rules_of_pass(kept)
+
+
+def keep_rules_of_pass(kept: dict[str, Any]) -> dict[str, Any]:
+    found = FAMILIES[kept["family"]].by_name[kept["pass"]]
+    kept |= {name: values[0] for name, values, _ in found.only if kept[name] not in values}
+    kept["kernel"] = kept["kernel"] if kept["kernel"] in found.kernel_names else found.kernel_names[0]
     return kept
 
 
@@ -242,7 +248,9 @@ def test_each_field_changes_the_variant_name(row, data):
     if row.name == "family":  # the overrides that one of the two lacks would change too
         values = values | {top.name: None for top in spec_fields.rows() if top.override}
     if row.families:
-        values = values | {"family": row.families}
+        values = values | {"family": data.draw(st.sampled_from(row.families.split(", ")))}
+    if row.name == "kernel":  # which other passes lack
+        values = values | {"pass": "bwd"}
     if row.name in ("pass", "page_size"):
         values = values | {name: MLA[name] for name in MLA.keys() - {"name"}}
     elif values["family"] == "flashmla":  # in which most of them are fixed

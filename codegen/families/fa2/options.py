@@ -1,9 +1,11 @@
-"""Spec fields that fa2 alone has."""
+"""Spec fields of fa2, and the trait that tells its kernels apart."""
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
 from flashgen.codegen.families.family import Option
+from flashgen.codegen.families.shared.kernels import KERNEL, Kernel, kernel_trait
+from flashgen.codegen.spec.rule import Only
 
 
 class Options:
@@ -13,3 +15,10 @@ class Options:
     q_operand: Annotated[Literal["shared", "registers"] | None, Option(
         "where q waits between key tiles; nothing means that the plan decides", override=True,
         short={"shared": "qsmem", "registers": "qreg"}.__getitem__)] = None
+    kernel: Annotated[Kernel | None, KERNEL] = None
+
+
+TRAITS = (kernel_trait(None),)
+
+# What the backward pass takes of these fields: its kernel has one schedule for each tile.
+BACKWARD_ONLY = tuple(Only(name, (None,), "its tile table decides") for name in ("blocks_per_sm", "q_operand"))

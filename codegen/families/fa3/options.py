@@ -4,7 +4,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from flashgen.codegen.families.family import Option, Trait
-from flashgen.codegen.spec.rule import Rule, changed, nearest_number, shown
+from flashgen.codegen.families.shared.kernels import KERNEL, Kernel, kernel_trait
+from flashgen.codegen.spec.rule import Only, Rule, changed, nearest_number, shown
 from flashgen.codegen.warpgroup import MAX_WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_WARPS
 from flashgen.errors import SpecError
 
@@ -28,6 +29,7 @@ class Options:
     pack_gqa: Annotated[bool, Option(
         "the query heads of a kv head, 64 at most, share query tiles: for few queries, so that keys are read once",
         short="packed".format)] = False
+    kernel: Annotated[Kernel | None, KERNEL] = None
 
 
 if TYPE_CHECKING:
@@ -40,6 +42,13 @@ if TYPE_CHECKING:
 TRAITS = (
     Trait("pack_gqa", False, lambda wanted: (False,) if wanted is None else (wanted, not wanted)),
     Trait("split", False, lambda wanted: (wanted, not wanted)),
+    kernel_trait(None),
+)
+
+# What the backward pass takes of these fields: its kernel has one schedule for each tile.
+BACKWARD_ONLY = (
+    *(Only(name, (None,), "its tile table decides") for name in ("q_stages", "p_operand", "schedule")),
+    *(Only(name, (False,), "its tiles are tiles of keys") for name in ("split", "pack_gqa")),
 )
 
 _MMA_WARPS = tuple(WARPGROUP_WARPS * count for count in range(1, MAX_WARPGROUPS + 1))

@@ -72,7 +72,7 @@ def explain_kernel(plan: Plan, spec: object, *, registers: int | None = None, va
     stored = rows * round_up(shape.seqlen_kv, BLOCK_N)
     q, k = rows * fields["head_dim_qk"] * size, keys * fields["head_dim_qk"] * size
     out, v, lse = rows * fields["head_dim_v"] * size, keys * fields["head_dim_v"] * size, rows * LSE_BYTES
-    moved = dict(zip(KERNELS, (
+    moved: dict[str, Moved] = dict(zip(KERNELS, (
         Moved(q + k, stored * SCORE_BYTES, 2 * pairs * fields["head_dim_qk"]),
         Moved(stored * SCORE_BYTES, stored * size + lse, 0),
         Moved(stored * size + v, out, 2 * pairs * fields["head_dim_v"])), strict=True))

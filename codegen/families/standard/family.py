@@ -2,14 +2,15 @@
 from __future__ import annotations
 
 from flashgen.codegen.families.family import Family, Pass, lazily
+from flashgen.codegen.families.shared.kernels import named
 from flashgen.codegen.families.shared.launch import smallest_call
 from flashgen.codegen.families.standard.launch import launch
-from flashgen.codegen.families.standard.options import KERNELS, ONLY, RULES, TRAITS, Options
+from flashgen.codegen.families.standard.options import KERNELS, ONLY, TRAITS, Options
 
 STANDARD = Family(
     name="standard", feature="mma_sync", rank=3, arch="sm_90",
     cards="any NVIDIA GPU from Ampere on: sm_80, sm_86, sm_89, sm_90, sm_120",
     passes=(Pass(
         "fwd", "attention", "many queries", lazily(f"{__package__}.lower", "lower"), launch, smallest_call,
-        lazily(f"{__package__}.explain", "explain_kernel"), kernels=tuple((("kernel", name),) for name in KERNELS)),),
-    options=Options, only=ONLY, rules=RULES, traits=TRAITS, typical={"kernel": KERNELS[0]})
+        lazily(f"{__package__}.explain", "explain_kernel"), kernels=named(*KERNELS)),),
+    options=Options, only=ONLY, traits=TRAITS, typical={"kernel": KERNELS[0]})

@@ -1,22 +1,20 @@
-"""The spec field that standard alone has, what it takes of the others, and the rule that it adds."""
+"""What standard takes of the spec fields, and the one that tells its kernels apart."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from flashgen.codegen.families.family import Option, Trait
 from flashgen.codegen.families.shared.forward import HEAD_DIMS
-from flashgen.codegen.spec.rule import Only, Rule
-from flashgen.errors import SpecError
+from flashgen.codegen.families.shared.kernels import KERNEL, Kernel, kernel_trait
+from flashgen.codegen.spec.rule import Only
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec import fields
 
-KERNELS = ("scores", "softmax", "values")  # of a call, in their order
+KERNELS: tuple[Kernel, ...] = ("scores", "softmax", "values")  # of a call, in their order
 
 
 class Options:
-    kernel: Annotated[Literal["scores", "softmax", "values"] | None, Option(
-        "which of the three kernels of a call; a file lists them all", short=str)] = None
+    kernel: Annotated[Kernel | None, KERNEL] = None
 
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
         """A Spec of this family, as a type checker sees it."""
 
 
-TRAITS = (Trait("kernel", KERNELS[0], lambda wanted: (wanted,)),)
+TRAITS = (kernel_trait(KERNELS[0]),)
 
 ONLY = (
     *(Only(name, HEAD_DIMS, "what its tiles cover") for name in ("head_dim_qk", "head_dim_v")),
@@ -37,13 +35,3 @@ ONLY = (
     *(Only(name, ("none",), "it is the baseline") for name in ("score", "mask", "sink")),
     *(Only(name, (None,), "it has one tile") for name in ("tile", "stages", "roles")),
 )
-
-
-def _kernel(spec: Spec) -> SpecError | None:
-    if spec.kernel is not None:
-        return None
-    return SpecError("kernel is null with family standard, a call of which launches three", where="Spec.kernel",
-                     allowed=", ".join(KERNELS), nearest=f"kernel: [{', '.join(KERNELS)}]")
-
-
-RULES = (Rule(f"`family: standard` has `kernel: [{', '.join(KERNELS)}]`.", _kernel),)

@@ -7,10 +7,6 @@
 #include "flashgen/lazy_rows.cuh"
 #include "flashgen/ptx/atomic.cuh"
 
-struct alignas(16) Floats4 {
-  float x[4];
-};
-
 // Fragments as a warp has them, so that every access is 512 bytes in a row. V: columns / 8.
 template <int V>
 struct PartialTile {
@@ -29,8 +25,8 @@ FG_DEVICE void write_partial_tile(PartialTile<V>& partial, const float (&o)[1][V
   for (int h = 0; h < 2; ++h) {
     const float sum = rows.sum[0][h];
     // A split in which the row sees no key must not set the scale for other splits.
-    state.x[h] = sum == 0.0f ? -INFINITY : rows.reference(h);
-    state.x[2 + h] = sum;
+    state.values[h] = sum == 0.0f ? -INFINITY : rows.reference(h);
+    state.values[2 + h] = sum;
   }
   partial.rows[lane] = state;
 }
@@ -39,8 +35,8 @@ FG_DEVICE void write_partial_tile(PartialTile<V>& partial, const float (&o)[1][V
 template <class Element, int V>
 FG_DEVICE void add_to_partial_tile(PartialTile<V>& partial, int h, int col, uint32_t pair) {
   Floats4& fragment = partial.columns[col / 8][threadIdx.x % WARP_SIZE];
-  fragment.x[2 * h] += to_float(Element{(uint16_t)pair});
-  fragment.x[2 * h + 1] += to_float(Element{(uint16_t)(pair >> 16)});
+  fragment.values[2 * h] += to_float(Element{(uint16_t)pair});
+  fragment.values[2 * h + 1] += to_float(Element{(uint16_t)(pair >> 16)});
 }
 
 // A warp calls this after its writes, if it has any.
@@ -83,7 +79,7 @@ FG_DEVICE void add_splits(const PartialTile<V>* partial, int64_t stride, int spl
       const float before = rows.reference(h);
       float highest = before;
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) highest = fmaxf(highest, states[i].x[h]);
+      for (int i = 0; i < AT_ONCE; ++i) highest = fmaxf(highest, states[i].values[h]);
       const float reference = highest == -INFINITY ? 0.0f : highest;  // no -inf - -inf
       const float factor = exp2_approx(above(before, reference));
       rows.set_reference(h, highest);
@@ -95,12 +91,12 @@ FG_DEVICE void add_splits(const PartialTile<V>* partial, int64_t stride, int spl
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         if (begin + i >= splits) continue;  // not times 0: what was not written may be a NaN
-        const float weight = exp2_approx(above(states[i].x[h], reference));
-        rows.sum[0][h] = fmaf(weight, states[i].x[2 + h], rows.sum[0][h]);
+        const float weight = exp2_approx(above(states[i].values[h], reference));
+        rows.sum[0][h] = fmaf(weight, states[i].values[2 + h], rows.sum[0][h]);
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-          for (int j = 2 * h; j < 2 * h + 2; ++j) o[0][n][j] = fmaf(weight, columns[i][n].x[j], o[0][n][j]);
+          for (int j = 2 * h; j < 2 * h + 2; ++j) o[0][n][j] = fmaf(weight, columns[i][n].values[j], o[0][n][j]);
       }
     }
   }

@@ -33,6 +33,10 @@ struct alignas(16) Chunk {  // 16 bytes, eight elements: the unit of every copy
   uint32_t words[4];
 };
 
+struct alignas(16) Floats4 {
+  float values[4];
+};
+
 constexpr int ELEMENTS_PER_CHUNK = 8;
 constexpr int CHUNK_BYTES = 16;
 constexpr int WARP_SIZE = 32;

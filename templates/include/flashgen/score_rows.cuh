@@ -9,9 +9,6 @@
 struct alignas(8) Floats2 {
   float values[2];
 };
-struct alignas(16) Floats4 {
-  float values[4];
-};
 struct alignas(8) Elements4 {
   uint32_t pairs[2];
 };

@@ -1,0 +1,83 @@
+"""The backward pass of families that have one: three kernels a call, with P recomputed from q, k and lse.
+
+preprocess makes delta = rowsum(dout * out) and clears dq_accum. gradients makes dK and dV of a tile of keys in
+registers and adds its share of dQ to dq_accum, in fp32. postprocess scales dQ and rounds it. The first and the last are
+the same for all families, and so is the layout of what they leave each other (docs/backward.md). No torch, no CUDA.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from flashgen.codegen.families.family import Pass
+from flashgen.codegen.families.shared.kernels import named
+from flashgen.codegen.families.shared.launch import MAX_GRID_X, Sizes, is_varlen, smallest_call, tiled_values
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.program import Buffer, Number, Program, Step
+from flashgen.codegen.spec.rule import Only
+from flashgen.errors import UnsupportedError
+
+GROUP_ROWS = 64  # rows of dQ that lie together in dq_accum: what a warpgroup's accumulator, or four warps', holds
+
+ONLY = (
+    Only("lse", (True,), "it reads lse"),
+    Only("batch_invariant", (False,), "the blocks of a request add to dQ in any order"),
+    Only("align", ("bottom_right",), "it has no expressions yet"),
+    Only("normalize", ("softmax",), "it has no expressions yet"),
+    *(Only(name, ("none",), "it has no expressions yet") for name in ("score", "mask", "sink")),
+    *(Only(name, (None,), "its tile table decides") for name in ("tile", "stages", "roles")),
+)
+
+# From the gradients' plan, values of the call and SMs to more values of that kernel, and its number of blocks.
+Grid = Callable[[Plan, Mapping[str, Number], int], tuple[int, Mapping[str, Number]]]
+
+
+def backward(gradients: str, *, grid: Grid | None = None, only: tuple[Only, ...] = ()) -> Pass:
+    """`gradients`: the module whose lower_gradients(spec, target) makes the plan of the kernel of that name. `grid`:
+    its blocks, where they are not one for each tile of keys. `only`: what else that kernel takes of a spec."""
+
+    def lower(spec: Any, target: Any) -> Any:
+        shared = import_module("flashgen.codegen.families.shared.backward_lower")
+        return shared.lower(spec, target, import_module(gradients).lower_gradients)
+
+    def launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int) -> Program:
+        return _launch(plans, sizes, num_sms, grid or _one_block_per_tile)
+
+    return Pass("bwd", "attention_backward", "gradients of fwd", lower, launch, smallest_call,
+                kernels=named("preprocess", "gradients", "postprocess"), only=(*ONLY, *only))
+
+
+def key_tiles(plan: Plan, values: Mapping[str, Number]) -> int:
+    """Tiles of keys of a call, one for each kv head; varlen: at most, as in slots/layout/varlen.cuh.j2."""
+    return int(values["n_tiles"] * values["num_heads_kv"] * (1 if is_varlen(plan) else values["batch"]))
+
+
+def _one_block_per_tile(plan: Plan, values: Mapping[str, Number], num_sms: int) -> tuple[int, Mapping[str, Number]]:
+    return key_tiles(plan, values), {}
+
+
+def _launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int, grid: Grid) -> Program:
+    """The program of a backward call: a step for each of the given plans. UnsupportedError if a grid is too large."""
+    plan = next(iter(plans.values()))
+    block_m, block_n, varlen = plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), is_varlen(plan)
+    values = tiled_values(plan, block_m, sizes)
+    values["n_tiles"] = sizes.seqlen_kv // block_n + sizes.batch + 1 if varlen else -(-sizes.seqlen_kv // block_n)
+    q_tiles = int(values["m_tiles"]) * (1 if varlen else sizes.batch)
+    values["q_tiles"] = q_tiles
+    groups = q_tiles * sizes.num_heads_q * (block_m // GROUP_ROWS)
+    if max(groups, key_tiles(plan, values)) > MAX_GRID_X:
+        raise UnsupportedError(f"{groups} tiles of {GROUP_ROWS} queries, {key_tiles(plan, values)} of {block_n} keys",
+                               where=plan.kernel_name, allowed=f"{MAX_GRID_X} of each", next="split the batch")
+    values |= {param.name: 0 for each in plans.values() for param in each.params
+               if param.name.endswith("_batch_stride") and varlen}
+    blocks = {"preprocess": q_tiles * sizes.num_heads_q, "postprocess": groups}
+
+    def step(name: str, plan: Plan) -> Step:
+        grid_x, more = (blocks[name], {}) if name in blocks else grid(plan, values, num_sms)
+        return Step(name, grid_x, plan.launch.threads, {**values, **more})
+
+    rows, columns = q_tiles * block_m, -(-int(str(plan.spec_value("head_dim_qk"))) // 16) * 16
+    return Program(tuple(step(*item) for item in plans.items()), (
+        Buffer("neg_lse", "f32", (sizes.num_heads_q, rows)), Buffer("neg_delta", "f32", (sizes.num_heads_q, rows)),
+        Buffer("dq_accum", "f32", (sizes.num_heads_q, rows, columns))))
