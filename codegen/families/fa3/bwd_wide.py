@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.families.shared.backward_lower import gradient_params, gradient_sizes, gradient_strides
 from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
-from flashgen.codegen.slots import LAYOUTS, MASKS, mask_choice
+from flashgen.codegen.slots import MASKS, mask_choice
 from flashgen.codegen.smem import ELEMENT_BYTES, layout_regions, round_up
 from flashgen.codegen.target import Target
 from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 BLOCK = WARPGROUP_ROWS  # queries, and keys: more of either would not leave dK, dV and dQ their registers
 STAGES = 2              # of all that passes between warps: shared memory is full with them at D256
 PANEL_COLS = 64         # of 128-byte rows; narrower panels would save loads of zeros, and cut dQ at fewer places
-MULTIPLIERS = 2         # warpgroups
+CONSUMERS = 2           # warpgroups
 REGISTERS = (24, 240)   # (load, mma): with more for the loads the compiler falls back to fewer, and spills
-STEP_BYTES = 16         # of one Step
-WORK_BYTES = 64         # of a KeyTileWork, at most
+BLOCK_BYTES = 64        # struct KeyBlock, at most
+CONSUMERS_BARRIER = 1   # a named barrier
 FLOAT_BYTES = 4
 
 
@@ -46,11 +47,11 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="bwd", spec=spec.fields(),
         template="fa3/bwd_wide.cu.j2", element=DTYPES[spec.dtype].element, constants=_constants(spec),
-        slots=(("key_tiles", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask)),
+        slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask)),
         flags=(("varlen", varlen),), params=_params(spec, mask), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
-               Role("mma", WARPGROUP_WARPS * MULTIPLIERS, mma_registers)),
-        launch=Launch(WARPGROUP_THREADS * (MULTIPLIERS + 1), 1, end, "x = key tiles of all kv heads and sequences",
+               Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),
+        launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, end, "x = key tiles of all kv heads and sequences",
                       programmatic=True),
         tensor_maps=_tensor_maps(spec), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec),
         notes=("tile: 64 queries x 64 keys: dK and dV of 64 keys take 128 registers of each mma thread at D256",),
@@ -76,13 +77,13 @@ def _barriers() -> tuple[Barrier, ...]:
         Barrier("K_FULL", 1, 1, "the keys have landed"),
         Barrier("V_FULL", 1, 1, "the values have landed"),
         Barrier("Q_FULL", STAGES, 1, "a tile of queries has landed, with its -lse"),
-        Barrier("Q_EMPTY", STAGES, MULTIPLIERS * warps, "every mma warp is done with it"),
+        Barrier("Q_EMPTY", STAGES, CONSUMERS * warps, "every mma warp is done with it"),
         Barrier("DOUT_FULL", STAGES, 1, "a tile of dO has landed, with its -delta"),
-        Barrier("DOUT_EMPTY", STAGES, MULTIPLIERS * warps, "every mma warp is done with it"),
+        Barrier("DOUT_EMPTY", STAGES, CONSUMERS * warps, "every mma warp is done with it"),
         Barrier("P_FULL", STAGES, warps, "P is written"),
         Barrier("P_EMPTY", STAGES, warps, "the other warpgroup has read P"),
         Barrier("DS_FULL", STAGES, warps, "dS is written"),
-        Barrier("DS_EMPTY", STAGES, MULTIPLIERS * warps, "dQ of this dS is there"),
+        Barrier("DS_EMPTY", STAGES, CONSUMERS * warps, "dQ of this dS is there"),
     )
 
 
@@ -97,8 +98,7 @@ def _smem(spec: Spec, barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
         ("P", STAGES * block_bytes, f"{STAGES} stages of P, in the order of fragments"),
         ("LSE", STAGES * BLOCK * FLOAT_BYTES, f"{STAGES} stages of -lse in powers of two"),
         ("DELTA", STAGES * BLOCK * FLOAT_BYTES, f"{STAGES} stages of -delta"),
-        ("STEPS", STAGES * STEP_BYTES, f"{STAGES} stages: which query tile is there"),
-        ("WORK", WORK_BYTES, "what the block does"),
+        ("BLOCK", BLOCK_BYTES, "what the block has to do"),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))
 
@@ -109,21 +109,23 @@ def _constants(spec: Spec) -> tuple[Constant, ...]:
     return (
         Constant("BLOCK_M", BLOCK, "queries per tile"),
         Constant("BLOCK_N", BLOCK, "keys per block"),
-        Constant("NUM_THREADS", WARPGROUP_THREADS * (MULTIPLIERS + 1), "two warpgroups multiply, one loads"),
-        Constant("LOAD_WARPS", WARPGROUP_WARPS, "before those that multiply"),
+        Constant("Q_STAGES", STAGES, "query tiles in shared memory"),
+        Constant("DOUT_STAGES", STAGES, "tiles of dO, likewise"),
+        Constant("NUM_THREADS", WARPGROUP_THREADS * (CONSUMERS + 1), "with the producer warpgroup"),
+        Constant("LOAD_WARPS", WARPGROUP_WARPS, "of the producer warpgroup"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and dout in device memory"),
         Constant("MMA_COLS_QK", cols, "columns of the products with q and k, surplus zero"),
         Constant("MMA_COLS_V", round_up(spec.head_dim_v, 16), "columns of the products with v and dout, likewise"),
         Constant("SMEM_COLS_QK", _cols(spec.head_dim_qk), "columns stored of q and k: whole panels, surplus zero"),
         Constant("SMEM_COLS_V", _cols(spec.head_dim_v), "columns stored of v and dout, likewise"),
-        Constant("DQ_SPLIT", dq_split(cols), "columns of dQ of the first warpgroup; the second has the others"),
+        Constant("DQ_COLS_FIRST", dq_split(cols), "columns of dQ that the first warpgroup makes: whole panels of K"),
+        Constant("DQ_COLS_SECOND", cols - dq_split(cols), "those of the second, behind them"),
         Constant("STORED_ROWS", WARP_ROWS if spec.kv_layout == "varlen" else 1,
                  "of a warp's 16 that must exist for a box: it ends where the tensor does"),
-        Constant("LOAD_REGISTERS", load_registers, "per thread of the load warps"),
-        Constant("MMA_REGISTERS", mma_registers, "per mma thread"),
-        Constant("VALUES_BARRIER", 1, "the named barrier of the first warpgroup"),
-        Constant("MMA_BARRIER", 2, "the named barrier of both"),
+        Constant("LOAD_REGISTERS", load_registers, "per thread of the producer warpgroup"),
+        Constant("MMA_REGISTERS", mma_registers, "per consumer thread: what the producers leave of 64 Ki"),
+        Constant("CONSUMERS_BARRIER", CONSUMERS_BARRIER, "the named barrier of both consumer warpgroups"),
     )
 
 
@@ -146,31 +148,14 @@ def _wgmma_shapes(spec: Spec) -> tuple[WgmmaShape, ...]:
 
 
 def _params(spec: Spec, mask: str) -> tuple[Param, ...]:
-    varlen = spec.kv_layout == "varlen"
-    rows_q, rows_kv = ("total_q", "total_kv") if varlen else ("batch, seqlen_q", "batch, seqlen_kv")
-    shapes = {"q": f"[{rows_q}, num_heads_q, head_dim_qk]", "k": f"[{rows_kv}, num_heads_kv, head_dim_qk]",
-              "v": f"[{rows_kv}, num_heads_kv, head_dim_v]", "dout": f"[{rows_q}, num_heads_q, head_dim_v]"}
-    axes = ("row", "head") if varlen else ("batch", "row", "head")
-    tensors = ("q", "k", "v", "dout", "dk", "dv")
+    """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
+    sizes = gradient_sizes(spec)
     return (
-        *(Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]") for name in tensors),
-        *(Param(name, "element_ptr", shape) for name, shape in shapes.items()),
-        Param("neg_lse", "f32_ptr", "[num_heads_q][q_tiles][BLOCK_M]: -lse * log2(e), -inf past the end"),
-        Param("neg_delta", "f32_ptr", "likewise: -rowsum(dout * out)"),
-        Param("dq_accum", "f32_out", "[num_heads_q][q_tiles][MMA_COLS_QK / 8][128 threads][4]: sums of dS K"),
-        Param("dk", "element_out", shapes["k"]), Param("dv", "element_out", shapes["v"]),
-        *LAYOUTS[spec.kv_layout],
-        *(Param(f"{name}_{axis}_stride", "i64", "elements") for name in tensors for axis in axes),
-        Param("batch", "i32", "sequences"),
-        Param("seqlen_q", "i32", "total_q" if varlen else "queries per sequence"),
-        Param("seqlen_kv", "i32", "total_kv" if varlen else "keys per sequence"),
-        Param("num_heads_q", "divisor", "query heads"),
-        Param("num_heads_kv", "divisor", "heads of keys and values"),
-        Param("heads_per_kv_head", "divisor", "num_heads_q / num_heads_kv"),
-        Param("m_tiles", "divisor", "query tiles per head" if varlen else "query tiles per head and sequence"),
-        Param("n_tiles", "divisor", "key tiles per head" if varlen else "key tiles per head and sequence"),
-        Param("q_tiles", "i32", "query tiles per head, of all sequences"),
-        Param("scale_log2", "f32", "softmax_scale * log2(e)"),
-        Param("softmax_scale", "f32", "of scores"),
-        *MASKS[mask],
+        *(Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]")
+          for name in ("q", "k", "v", "dout", "dk", "dv")),
+        *gradient_params(spec), *gradient_strides(spec), *sizes,
+        *(param for param in MASKS[mask] if param.name not in {size.name for size in sizes}),
+        Param("num_heads", "i32", "kv heads" + ("" if spec.kv_layout == "varlen" else " of all sequences")),
+        Param("heads_per_section", "i32", "of them, whose blocks come in turns, the longest first"),
+        Param("section_blocks", "divisor", "blocks of a section: n_tiles * heads_per_section"),
     )
