@@ -44,7 +44,11 @@ def backward(gradients: str, *, grid: Grid | None = None, only: tuple[Only, ...]
     def launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int) -> Program:
         return _launch(plans, sizes, num_sms, grid or _one_block_per_tile)
 
-    return Pass("bwd", "attention_backward", "gradients of fwd", lower, launch, smallest_call,
+    def explain(plan: Plan, spec: Any, **call: Any) -> Any:
+        found = import_module("flashgen.codegen.families.shared.backward_explain").explain_backward
+        return found(plan, lambda sizes: launch({plan.step: plan}, sizes, 1), **call)
+
+    return Pass("bwd", "attention_backward", "gradients of fwd", lower, launch, smallest_call, explain,
                 kernels=named("preprocess", "gradients", "postprocess"), only=(*ONLY, *only))
 
 
