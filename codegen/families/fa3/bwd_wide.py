@@ -98,6 +98,7 @@ def _smem(spec: Spec, barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
         ("P", STAGES * block_bytes, f"{STAGES} stages of P, in the order of fragments"),
         ("LSE", STAGES * BLOCK * FLOAT_BYTES, f"{STAGES} stages of -lse in powers of two"),
         ("DELTA", STAGES * BLOCK * FLOAT_BYTES, f"{STAGES} stages of -delta"),
+        ("TILES", round_up(4 * STAGES, 16), "which query tile is in a stage, and whether it is masked"),
         ("BLOCK", BLOCK_BYTES, "what the block has to do"),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))
