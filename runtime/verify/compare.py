@@ -28,7 +28,8 @@ class Expected:
     exact: Tensor                # in fp64
     axes: tuple[str, ...]        # names of its dimensions
     plain: Tensor | None = None  # torch's own answer in the output's dtype: the yardstick of a kernel's error
-    absolute: float = 0.0        # without a yardstick: the error allowed besides FIXED_RELATIVE of the value, in fp32
+    # The error allowed besides: without a yardstick, FIXED_RELATIVE of the value, in fp32; with one, what that allows.
+    absolute: float = 0.0
 
 
 Truth = Mapping[str, Expected]          # by name of the output
@@ -117,13 +118,14 @@ class _Judge:
         # Storing the result rounds it, so no output can promise less than half a unit in the last place.
         rounding = size * (torch.finfo(out.dtype).eps / 2)
         plain_error = (plain.double() - exact).abs().where(finite, zero).maximum(rounding)
-        allowed = OUT_FACTOR * plain_error.max().item() + OUT_ABSOLUTE
+        absolute = OUT_ABSOLUTE + expected.absolute
+        allowed = OUT_FACTOR * plain_error.max().item() + absolute
         if error.max().item() > allowed:
             self.fail(what, error, out, expected, f"error {error.max().item():.3e}",
-                      f"{allowed:.3e} = {OUT_FACTOR:g} * torch's plain attention + {OUT_ABSOLUTE:g}")
+                      f"{allowed:.3e} = {OUT_FACTOR:g} * torch's plain attention + {absolute:g}")
         row_size = size.amax(-1, keepdim=True).clamp_min(max(ROW_FLOOR * size.max().item(), OUT_ABSOLUTE))
         row_error, row_allowed = error / row_size, OUT_FACTOR * (plain_error / row_size).max().item()
-        excess = (error - OUT_ABSOLUTE) / row_size
+        excess = (error - absolute) / row_size
         if excess.max().item() > row_allowed:
             self.fail(what, excess, out, expected, f"error relative to its row {row_error.max().item():.3e}",
                       f"{row_allowed:.3e} = {OUT_FACTOR:g} * torch's plain attention")
