@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.families.shared.backward_lower import gradient_params, gradient_sizes, gradient_strides
-from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
-from flashgen.codegen.slots import MASKS, mask_choice
+from flashgen.codegen.families.fa3.bwd_params import gradients_params
+from flashgen.codegen.plan import Barrier, Constant, Launch, Plan, Region, Role, TensorMap
+from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.smem import ELEMENT_BYTES, layout_regions, round_up
 from flashgen.codegen.target import Target
 from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
@@ -47,12 +47,13 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="bwd", spec=spec.fields(),
         template="fa3/bwd_wide.cu.j2", element=DTYPES[spec.dtype].element, constants=_constants(spec),
-        slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask)),
-        flags=(("varlen", varlen),), params=_params(spec, mask), smem=smem,
+        slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask),
+               ("dq_order", "vector")),
+        flags=(("varlen", varlen),), params=gradients_params(spec, mask), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),
-        launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, end, "x = key tiles of all kv heads and sequences",
-                      programmatic=True),
+        launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, end,
+                      "x = n_tiles * num_heads_kv" + ("" if varlen else " * batch"), programmatic=True),
         tensor_maps=_tensor_maps(spec), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec),
         notes=("tile: 64 queries x 64 keys: dK and dV of 64 keys take 128 registers of each mma thread at D256",),
     )
@@ -146,17 +147,3 @@ def _wgmma_shapes(spec: Spec) -> tuple[WgmmaShape, ...]:
             *product_shapes(element, cols_qk, "registers", "K_MAJOR", "MN_MAJOR", BLOCK),
             *product_shapes(element, split, "shared", "K_MAJOR", "MN_MAJOR", BLOCK),
             *product_shapes(element, cols_qk - split, "shared", "K_MAJOR", "MN_MAJOR", BLOCK))
-
-
-def _params(spec: Spec, mask: str) -> tuple[Param, ...]:
-    """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
-    sizes = gradient_sizes(spec)
-    return (
-        *(Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]")
-          for name in ("q", "k", "v", "dout", "dk", "dv")),
-        *gradient_params(spec), *gradient_strides(spec), *sizes,
-        *(param for param in MASKS[mask] if param.name not in {size.name for size in sizes}),
-        Param("num_heads", "i32", "kv heads" + ("" if spec.kv_layout == "varlen" else " of all sequences")),
-        Param("heads_per_section", "i32", "of them, whose blocks come in turns, the longest first"),
-        Param("section_blocks", "divisor", "blocks of a section: n_tiles * heads_per_section"),
-    )
