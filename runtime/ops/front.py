@@ -191,7 +191,7 @@ class _Call:
             rows = [place for place, arg in enumerate(signature.tensors) if arg.rows]
             *sizes, self.out_bytes = extents(*(given.tensors[place] for place in rows), given.out)
             self.extents = tuple(zip(rows, sizes, strict=True))
-        lse = ("lse",) if signature.has_lse else ()
+        lse = ("lse",) if len(signature.results) == 1 else ()
         self.names, self.launch = (*signature.pointers, *signature.results, *lse, *ready.extra), None
         if ready.program is not None:
             there = {name for name, t in zip(signature.pointers, given.tensors, strict=True) if t is not None}

@@ -27,6 +27,11 @@ class BackwardProblem(Problem):
         return cls(**{**known, "lse_gradient": lse_gradient})
 
     @property
+    def plain(self) -> Problem:
+        """The forward call."""
+        return Problem(**{field.name: getattr(self, field.name) for field in fields(Problem)})
+
+    @property
     def flops(self) -> int:
         """Of the five products of the pairs that the mask leaves: S, dP, dV, dQ and dK."""
         per_pair = super().flops // ((self.head_dim_qk + self.head_dim_v) or 1)
