@@ -87,7 +87,7 @@ def _smem(spec: Spec, tile: BwdRow, barriers: tuple[Barrier, ...]) -> tuple[Regi
          f"[{CONSUMERS} warpgroups] part of a tile of dQ, fp32 in fragment order"),
         ("LSE", tile.stages * 4 * m, f"{tile.stages} stages of -lse, in powers of two"),
         ("DELTA", tile.dout_stages * 4 * m, f"{tile.dout_stages} stages of -delta"),
-        ("TILES", round_up(4 * tile.stages, 16), "the number of the query tile of each stage, and whether it is masked"),
+        ("TILES", round_up(4 * tile.stages, 16), "[stages] number of the query tile, and whether it is masked"),
         ("BLOCK", BLOCK_BYTES, "what the block has to do"),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))

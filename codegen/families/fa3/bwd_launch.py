@@ -1,5 +1,4 @@
-"""How the gradients kernel of fa3's backward is launched: a block for each tile of keys, in an order that suits the mask.
-"""
+"""How the gradients kernel of fa3's backward is launched: a block for each tile of keys, the longest first."""
 from __future__ import annotations
 
 from collections.abc import Mapping
