@@ -17,6 +17,9 @@ A slot's contract is the set of device functions its files define:
           see a key, an interval that never moves left as kv_pos grows
   row_tile (backward) RowTile row_tile(p, tile, head_q): the rows of a query tile of the kernels around the gradients
   dq_order (backward) read_fragments(x, group): how elements of a fragment lie in dq_accum
+  key_layout (backward) KeyTileCoord key_tile_coord(p, tile, head); dk_rows and dv_rows, each of (p, work), the first
+          rows of its results; `key_inputs` (where threads copy) has q_rows and dout_rows, each of (p, work, head_q),
+          and k_rows and v_rows
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
@@ -75,6 +78,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
     "queries": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS), "dq_order": ("vector", "component"),
+    "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS),
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
 
@@ -87,6 +91,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "output": ("apart", "over_queries"),  # fa3: the output waits in room of its own, or in that of its queries
     "work": ("whole", "split"),           # fa3: a work tile is a query tile, or may be a split of one
     "query": ("registers", "shared"),     # fa2: where the A operand of the QK product is
+    "p_precision": ("fp32", "element"),   # fa3, backward: of the P that dS is made of
 }
 
 
