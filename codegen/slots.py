@@ -17,8 +17,9 @@ A slot's contract is the set of device functions its files define:
           see a key, an interval that never moves left as kv_pos grows
   row_tile (backward) RowTile row_tile(p, tile, head_q): the rows of a query tile of the kernels around the gradients
   dq_order (backward) read_fragments(x, group): how elements of a fragment lie in dq_accum
-  key_layout  (backward) struct KeyTileCoord, KeyTileCoord key_tile_coord(p, tile, head), by a whole warp; first rows of
-          a sequence and kv head: dk_rows, dv_rows, each of (p, work)
+  key_layout (backward) KeyTileCoord key_tile_coord(p, tile, head); dk_rows and dv_rows, each of (p, work), the first
+          rows of its results; `key_inputs` (where threads copy) has q_rows and dout_rows, each of (p, work, head_q),
+          and k_rows and v_rows
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
@@ -77,7 +78,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
     "queries": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS), "dq_order": ("vector", "component"),
-    "key_layout": tuple(LAYOUTS),
+    "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS),
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
 

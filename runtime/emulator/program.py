@@ -30,6 +30,7 @@ class EmulatedProgram:
         filled = {buffer.name for buffer in self._buffers if buffer.life != "scratch"}
         for plan, launch in self._steps:
             launch({**tensors, **made}, filled)
+            filled.update(plan.pointers)  # what one kernel wrote, a later one may add to
             for buffer in self._buffers:
                 if buffer.life == "counters" and buffer.name in plan.pointers:
                     _check_zero(made[buffer.name], plan.kernel_name)

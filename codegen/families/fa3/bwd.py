@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.families.fa3 import bwd_wide
+from flashgen.codegen.families.fa3.bwd_params import gradients_params
 from flashgen.codegen.families.fa3.bwd_tiles import TILES, BwdRow
-from flashgen.codegen.families.shared.backward_lower import gradient_params, gradient_sizes, gradient_strides
-from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
-from flashgen.codegen.slots import MASKS, mask_choice
+from flashgen.codegen.plan import Barrier, Constant, Launch, Plan, Region, Role, TensorMap
+from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
 from flashgen.codegen.target import Target
 from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
@@ -21,6 +22,7 @@ from flashgen.errors import PlanError
 if TYPE_CHECKING:
     from flashgen.codegen.families.fa3.options import Spec
 
+NARROW_HEAD_DIM = 128  # dK and dV of 64 keys of wider heads do not fit the registers of one warpgroup
 CONSUMERS = 2  # warpgroups
 REGISTERS = (24, 240)  # (load, mma) per thread of 64 Ki: dK, dV, S, dP and dS of 64 keys take more than 216
 BLOCK_BYTES = 64       # struct KeyBlock, at most
@@ -29,11 +31,13 @@ CONSUMERS_BARRIER, PHASE_BARRIER = 1, 2  # named barriers; turns take the next o
 
 
 def lower_gradients(spec: Spec, target: Target) -> Plan:
+    if max(spec.head_dim_qk, spec.head_dim_v) > NARROW_HEAD_DIM:
+        return bwd_wide.lower_gradients(spec, target)
     mask = mask_choice(spec.causal, spec.window)
     tile = TILES.find(target.name, mask, spec.head_dim_qk, spec.head_dim_v)
     if not target.features >= {"tma", "wgmma"} or tile is None:
         raise PlanError(f"no fa3 backward tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
-                        where=spec.variant, allowed="head dims up to (128, 128) on sm_90a")
+                        where=spec.variant, allowed="head dims up to (256, 256) on sm_90a")
     varlen = spec.kv_layout == "varlen"
     barriers = _barriers(tile, varlen)
     smem = _smem(spec, tile, barriers)
@@ -46,7 +50,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         flags=(("varlen", varlen), ("turns", tile.phase == "turns"), ("staggers", tile.phase != "turns"),
                ("staggers_after_ds", tile.phase == "after_ds"), ("staggers_after_dk", tile.phase == "after_dk"),
                ("scores_early", tile.order == "scores_early"), ("scores_late", tile.order == "scores_late")),
-        params=_params(spec, mask), smem=smem,
+        params=gradients_params(spec, mask), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers), Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),
         launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = n_tiles * num_heads_kv" + ("" if varlen else " * batch"), programmatic=True),
@@ -154,17 +158,4 @@ def _constants(spec: Spec, tile: BwdRow) -> tuple[Constant, ...]:
         Constant("TURN_BARRIER", PHASE_BARRIER, "first of two named barriers, one per warpgroup: its turn to multiply")
         if tile.phase == "turns" else
         Constant("STAGGER_BARRIER", PHASE_BARRIER, "the named barrier at which the second warpgroup waits to start"),
-    )
-
-
-def _params(spec: Spec, mask: str) -> tuple[Param, ...]:
-    """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
-    heads = "kv heads" + ("" if spec.kv_layout == "varlen" else " of all sequences")
-    return (
-        *(Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]")
-          for name in ("q", "k", "v", "dout", "dk", "dv")),
-        *gradient_params(spec), *gradient_strides(spec), *gradient_sizes(spec), *MASKS[mask],
-        Param("num_heads", "i32", heads),
-        Param("heads_per_section", "i32", "of them, whose blocks come in turns, the longest first"),
-        Param("section_blocks", "divisor", "blocks of a section: n_tiles * heads_per_section"),
     )

@@ -1,0 +1,51 @@
+"""Tiles of the backward of fa2: `n` keys of a block, which meet `m` queries at a time.
+
+`key_warps` of the warps divide the keys; the others repeat them for further queries, and for further columns of dK and
+dV. No row was timed, except where its source says so.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import KW_ONLY, dataclass
+
+from flashgen.codegen.families.fa2.tiles import A100, B200, HOPPER, SMALL_SMEM
+from flashgen.codegen.families.shared.tiles import Row, TileTable
+
+
+@dataclass(frozen=True)
+class BwdTileRow(Row):
+    _: KW_ONLY
+    key_warps: int
+    blocks_per_sm: int = 1
+
+
+_hopper = functools.partial(BwdTileRow, targets=HOPPER | B200, source=(
+    "the largest tile that 255 registers and 227 KiB of shared memory hold; not timed"))
+_a100 = functools.partial(BwdTileRow, targets=A100, source=(
+    "the sm_90 tile shrunk to 164 KiB of shared memory per SM; not timed"))
+_small = functools.partial(BwdTileRow, targets=SMALL_SMEM, source=(
+    "the sm_90 tile shrunk to 100 KiB of shared memory per SM; not timed"))
+
+_ROWS: tuple[BwdTileRow, ...] = (
+    _hopper(32, 32, m=128, n=128, warps=8, key_warps=4, stages=2),
+    _hopper(64, 64, m=128, n=128, warps=8, key_warps=4, stages=2),
+    _hopper(96, 96, m=64, n=128, warps=8, key_warps=4, stages=2),
+    _hopper(128, 128, m=64, n=128, warps=8, key_warps=4, stages=2),
+    _hopper(192, 128, m=64, n=64, warps=8, key_warps=4, stages=2),
+    _hopper(256, 256, m=64, n=64, warps=8, key_warps=4, stages=2),
+    _a100(32, 32, m=128, n=128, warps=8, key_warps=4, stages=2),
+    _a100(64, 64, m=128, n=128, warps=8, key_warps=4, stages=1),
+    _a100(96, 96, m=64, n=128, warps=8, key_warps=4, stages=2),
+    _a100(128, 128, m=64, n=128, warps=8, key_warps=4, stages=2),
+    _a100(192, 128, m=64, n=64, warps=8, key_warps=4, stages=2),
+    _a100(192, 192, m=64, n=64, warps=8, key_warps=4, stages=2),
+    _a100(256, 256, m=64, n=64, warps=8, key_warps=4, stages=1),
+    _small(32, 32, m=64, n=128, warps=8, key_warps=4, stages=2),
+    _small(64, 64, m=64, n=128, warps=8, key_warps=4, stages=2),
+    _small(96, 96, m=64, n=64, warps=8, key_warps=4, stages=2),
+    _small(128, 128, m=64, n=64, warps=8, key_warps=4, stages=1),
+    _small(224, 224, m=64, n=32, warps=8, key_warps=2, stages=1),
+    _small(256, 256, m=64, n=16, warps=4, key_warps=1, stages=1),
+)
+
+BWD_TILES = TileTable(_ROWS, overrides=(), axes={})
