@@ -40,7 +40,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
                         where=spec.variant, allowed=f"head_dim_qk above {PANEL_COLS} where one is above 128")
     varlen = spec.kv_layout == "varlen"
     mask = mask_choice(spec.causal, spec.window)
-    barriers = _barriers()
+    barriers = _barriers(varlen)
     smem = _smem(spec, barriers)
     load_registers, mma_registers = REGISTERS
     end = smem[-1].offset_bytes + smem[-1].size_bytes
@@ -72,7 +72,7 @@ def _tile_bytes(head_dim: int) -> int:
     return BLOCK * _cols(head_dim) * ELEMENT_BYTES
 
 
-def _barriers() -> tuple[Barrier, ...]:
+def _barriers(varlen: bool) -> tuple[Barrier, ...]:
     warps = WARPGROUP_WARPS
     return (
         Barrier("K_FULL", 1, 1, "the keys have landed"),
@@ -85,6 +85,8 @@ def _barriers() -> tuple[Barrier, ...]:
         Barrier("P_EMPTY", STAGES, warps, "the other warpgroup has read P"),
         Barrier("DS_FULL", STAGES, warps, "dS is written"),
         Barrier("DS_EMPTY", STAGES, CONSUMERS * warps, "dQ of this dS is there"),
+        *((Barrier("Q_LANDED", STAGES, 1, "a query tile has landed that is cut by the end of its sequence"),
+           Barrier("DOUT_LANDED", STAGES, 1, "a tile of dO, likewise")) if varlen else ()),
     )
 
 
