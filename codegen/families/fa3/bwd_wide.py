@@ -41,7 +41,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
                         where=spec.variant, allowed=f"head_dim_qk above {PANEL_COLS} where one is above 128")
     varlen = spec.kv_layout == "varlen"
     mask = mask_choice(spec.causal, spec.window)
-    barriers = _barriers()
+    barriers = _barriers(varlen)
     p_precision, smem = "fp32", _smem(spec, "fp32", barriers)
     if _end(smem) > target.smem_per_block_bytes:
         p_precision, smem = "element", _smem(spec, "element", barriers)
@@ -82,7 +82,7 @@ def _p_bytes(p_precision: str) -> int:
     return BLOCK * BLOCK * (ELEMENT_BYTES if p_precision == "element" else FLOAT_BYTES)
 
 
-def _barriers() -> tuple[Barrier, ...]:
+def _barriers(varlen: bool) -> tuple[Barrier, ...]:
     warps = WARPGROUP_WARPS
     return (
         Barrier("K_FULL", 1, 1, "the keys have landed"),
@@ -95,6 +95,8 @@ def _barriers() -> tuple[Barrier, ...]:
         Barrier("P_EMPTY", STAGES, warps, "the other warpgroup has read P"),
         Barrier("DS_FULL", STAGES, warps, "dS is written"),
         Barrier("DS_EMPTY", STAGES, CONSUMERS * warps, "dQ of this dS is there"),
+        *((Barrier("Q_LANDED", STAGES, 1, "a query tile has landed that is cut by the end of its sequence"),
+           Barrier("DOUT_LANDED", STAGES, 1, "a tile of dO, likewise")) if varlen else ()),
     )
 
 
