@@ -281,17 +281,19 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   const auto load_queries = [&] {
     queries.wait_empty(barriers + Q_EMPTY);
     reinterpret_cast<int*>(smem + SMEM_TILES)[queries.stage] = tile_word_of(smem, walk.m_tile);
+    int landed = Q_FULL;
     load_query_rows<QueryTile>(smem + SMEM_Q + queries.stage * QueryTile::BYTES, &p.q_map,
                                smem + SMEM_LSE + queries.stage * ROW_BYTES, p.neg_lse + query_place(p, smem, walk),
-                               barriers + Q_FULL + queries.stage, map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q,
+                               barriers + landed + queries.stage, map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q,
                                map_batch(w));
     queries.advance();
   };
   const auto load_dout = [&] {
     douts.wait_empty(barriers + DOUT_EMPTY);
+    int landed = DOUT_FULL;
     load_query_rows<DoutTile>(smem + SMEM_DOUT + douts.stage * DoutTile::BYTES, &p.dout_map,
                               smem + SMEM_DELTA + douts.stage * ROW_BYTES, p.neg_delta + query_place(p, smem, walk),
-                              barriers + DOUT_FULL + douts.stage, map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q,
+                              barriers + landed + douts.stage, map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q,
                               map_batch(w));
     douts.advance();
   };
