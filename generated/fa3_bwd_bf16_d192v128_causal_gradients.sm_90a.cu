@@ -198,7 +198,7 @@ struct KeyBlock {
 };
 FG_DEVICE KeyBlock& block_of(unsigned char* smem) { return *reinterpret_cast<KeyBlock*>(smem + SMEM_BLOCK); }
 
-// The queries that see a key. None see keys that do not exist.
+// The queries that see a key: of keys that do not exist, no query.
 FG_DEVICE QueryRange queries_of_key(const Params& p, const KeyTileCoord& w, int kv_pos) {
   return kv_pos < w.seqlen_kv ? seeing_queries(p, kv_pos, w.seqlen_q, w.seqlen_kv) : QueryRange{0, 0};
 }
