@@ -91,6 +91,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "output": ("apart", "over_queries"),  # fa3: the output waits in room of its own, or in that of its queries
     "work": ("whole", "split"),           # fa3: a work tile is a query tile, or may be a split of one
     "query": ("registers", "shared"),     # fa2: where the A operand of the QK product is
+    "p_precision": ("fp32", "element"),   # fa3, backward: of the P that dS is made of
 }
 
 

@@ -75,6 +75,7 @@ class Pass:
     prefer: Prefer | None = None             # which values of traits serve a call of these sizes best
     loops: Callable[[Plan], tuple[KvLoop, ...]] | None = None  # over tiles of keys, for the skeleton
     kernels: tuple[tuple[tuple[str, Any], ...], ...] = ((),)  # of one call, in their order: traits that tell them apart
+    shown: str | None = None                 # the kernel that stands for a call, where it has several
     only: tuple[Only, ...] = ()              # what it takes of a spec, beside what the family takes
 
     @property

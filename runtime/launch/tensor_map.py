@@ -58,12 +58,12 @@ def map_shapes(plan: Plan, values: Mapping[str, Any]) -> tuple[MapShape, ...]:
 def _map_shape(row: TensorMap, spec: Mapping[str, Any], values: Mapping[str, Any]) -> MapShape:
     if row.box_panels:
         return _panel_map_shape(row, spec, values)
-    query, varlen = row.tensor in ("q", "out"), spec["kv_layout"] == "varlen"
+    query, varlen = row.tensor in ("q", "out", "dout"), spec["kv_layout"] == "varlen"
     element_bytes = DTYPES[spec["dtype"]].bytes
     rows = values["seqlen_q" if query else "seqlen_kv"]
     heads = values["num_heads_q"] // (1 if query else values["heads_per_kv_head"])
-    dims: tuple[int, ...] = (spec["head_dim_v" if row.tensor in ("v", "out") else "head_dim_qk"], rows, heads,
-                             1 if varlen else values["batch"])
+    columns = spec["head_dim_v" if row.tensor in ("v", "out", "dout", "dv") else "head_dim_qk"]
+    dims: tuple[int, ...] = (columns, rows, heads, 1 if varlen else values["batch"])
 
     def stride(size: int, axis: str) -> int:
         if size == 1:  # means nothing, and may be anything: what is legal will do

@@ -57,7 +57,7 @@ class Ready(NamedTuple):
     kernels: Mapping[str, Kernel | EmulatedKernel] = {}  # by name of the program's steps
     extra: tuple[str, ...] = ()     # the extra tensors as pointers of plans
     copies: tuple[int, ...] = ()    # places of tensors that have to be copied first; the call is then made with those
-    lse: int | None = None          # of an empty call: the place of what lse holds for each head, extra tensors last
+    lse: int | None = None          # of an empty call: the place of what lse holds for each head; -1: the last of extra
 
 
 class Operation:
@@ -103,8 +103,8 @@ def _with_numbers(signature: Signature, options: Options, number: Any, *floats: 
     return tuple(given)
 
 
-def _dispatch(op: Operation, tensors: Tensors, options: Options, extra: tuple[Tensor, ...], out: Tensor | None,
-              want_lse: bool) -> Results:
+def dispatch(op: Operation, tensors: Tensors, options: Options, extra: tuple[Tensor, ...], out: Tensor | None,
+             want_lse: bool) -> Results:
     """The call through torch's dispatcher, for whoever wants to see it. Its schemas take plain types alone."""
     signature, ops = op.signature, OPS[op.signature.name]
     _require(signature, tensors, extra, out)
@@ -128,8 +128,16 @@ def on_cpu(op: Operation, tensors: Tensors, options: Options, extra: tuple[Tenso
     device = tensors[0].device
     here = tuple(None if arg.device_made else t.cpu() if isinstance(t, Tensor) else t
                  for arg, t in zip(op.signature.tensors, tensors, strict=True))
-    result, lse = call(op, here, options, tuple(t.cpu() for t in extra), None, want_lse)
-    return result.to(device) if out is None else out.copy_(result), None if lse is None else lse.to(device)
+    *results, lse = call(op, here, options, tuple(t.cpu() for t in extra), None, want_lse)
+    found = [result.to(device) for result in results] if out is None else [out.copy_(results[0])]
+    return *found, None if lse is None else lse.to(device)
+
+
+def listened() -> bool:
+    """Whether somebody listens to calls of plain tensors: a mode that wants to see or replace ops (fake tensors,
+    tracing, profiling by dispatch), a transform of torch.func, or forward-mode AD."""
+    return bool(is_dynamo_compiling() or _dispatch_modes() or _function_modes() or forward_ad._current_level >= 0
+                or _transform_level() is not None)
 
 
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
@@ -151,9 +159,10 @@ def kernel_for(wanted: Wanted, device: torch.device, sizes: Sizes | None = None)
 
 def kernels_for(wanted: Wanted, device: torch.device, sizes: Sizes) -> list[Kernel | EmulatedKernel]:
     """All kernels that a call launches, of the family that serves it: the first, as kernel_for finds it, and those that
-    its pass names beside it."""
+    its pass names beside it. `wanted` names the first where the family does not by itself."""
     first = kernel_for(wanted, device, sizes)
-    beside = [replace(wanted, traits=(*wanted.traits, *traits)) for traits in pass_of(first.plan).kernels[1:]]
+    beside = [replace(wanted, traits=tuple({**dict(wanted.traits), **dict(traits)}.items()))
+              for traits in pass_of(first.plan).kernels[1:]]
     found = [first, *(kernel_for(each, device) for each in beside)]
     if any(kernel.plan.family != first.plan.family for kernel in found):  # a bundle holds some of its kernels
         raise UnsupportedError(f"{first.plan.kernel_name} was found without a kernel that calls launch beside it",
@@ -166,24 +175,27 @@ def kernels_for(wanted: Wanted, device: torch.device, sizes: Sizes) -> list[Kern
 class _Call:
     """All that one combination of shapes, strides and options fixes: copies to make, what to allocate, the launch."""
 
-    __slots__ = ("copies", "device_index", "extents", "generation", "launch", "lse", "lse_shape", "names", "out_bytes",
-                 "out_like", "out_shape")
+    __slots__ = ("copies", "detour", "device_index", "extents", "generation", "launch", "lse", "lse_shape", "names",
+                 "out_bytes", "out_like", "out_shape", "shapes")
 
     def __init__(self, signature: Signature, given: Arguments, ready: Ready) -> None:
         first = given.tensors[0]
         self.device_index = first.get_device()
         self.generation, self.copies, self.lse = registry.generation, ready.copies, ready.lse
-        self.out_shape, self.lse_shape = signature.shapes(given.tensors, given.options)
+        self.shapes = signature.shapes(given.tensors, given.options)
+        self.detour = bool(ready.copies) or len(signature.results) > 1  # of few calls: the others look no further
+        self.out_shape, self.lse_shape = self.shapes[0], self.shapes[-1]
         self.out_like = self.out_shape == first.shape and first.is_contiguous()  # empty_like is faster than new_empty
         self.out_bytes, self.extents = 0, tuple[tuple[int, int], ...]()  # by place, of what `out` must not overlap
         if given.out is not None:
             rows = [place for place, arg in enumerate(signature.tensors) if arg.rows]
             *sizes, self.out_bytes = extents(*(given.tensors[place] for place in rows), given.out)
             self.extents = tuple(zip(rows, sizes, strict=True))
-        self.names, self.launch = (*signature.pointers, signature.result, "lse", *ready.extra), None
+        lse = ("lse",) if len(signature.results) == 1 else ()
+        self.names, self.launch = (*signature.pointers, *signature.results, *lse, *ready.extra), None
         if ready.program is not None:
             there = {name for name, t in zip(signature.pointers, given.tensors, strict=True) if t is not None}
-            program = ready.program.given({*there, signature.result})
+            program = ready.program.given({*there, *signature.results})
             self.launch = bind(program, ready.kernels, self.names, first.device)
 
 
@@ -197,15 +209,14 @@ _memo = _Memo()
 
 def call(op: Operation, tensors: Tensors, options: Options, extra: tuple[Tensor, ...] = (), out: Tensor | None = None,
          want_lse: bool = False, direct: bool = False) -> Results:
-    """(out, lse or None) of a call. `out` None: allocated here. `direct`: whoever listens has been told."""
+    """The results of a call, and lse or None. `out` None: allocated here. `direct`: whoever listens has been told."""
     if not direct:
         if FORCE_CPU and tensors[0].is_cuda:
             return on_cpu(op, tensors, options, extra, out, want_lse)
-        # Going through the dispatcher would do nothing but cost time for plain tensors, with no mode that wants to see
-        # or replace the op (fake tensors, tracing, profiling by dispatch), transform of torch.func or forward-mode AD.
+        # Going through the dispatcher would do nothing but cost time where nobody listens: `listened`, written out.
         if (is_dynamo_compiling() or _dispatch_modes() or _function_modes() or forward_ad._current_level >= 0
                 or _transform_level() is not None):
-            return _dispatch(op, tensors, options, extra, out, want_lse)
+            return dispatch(op, tensors, options, extra, out, want_lse)
     wrong, key = None, tuple[Any, ...]()
     try:
         addresses, key = op.read_key(tensors, options, want_lse, out, direct)
@@ -216,15 +227,17 @@ def call(op: Operation, tensors: Tensors, options: Options, extra: tuple[Tensor,
         known, wrong = None, error
     if known is None or known.generation != registry.generation:
         if not direct and not op.all_plain(tensors):
-            return _dispatch(op, tensors, options, extra, out, want_lse)
+            return dispatch(op, tensors, options, extra, out, want_lse)
         given, is_plain = _plain(op, Arguments(tensors, options, extra, out, want_lse))
         if not is_plain:
             return call(op, *given, direct=True)
         if wrong is not None:
             raise wrong
         known = _prepare(op, given, key)
-    if known.copies:
-        return call(op, _copied(op.signature, tensors, known.copies), options, extra, out, want_lse, direct=True)
+    if known.detour:
+        if known.copies:
+            return call(op, _copied(op.signature, tensors, known.copies), options, extra, out, want_lse, direct=True)
+        return _several(known, tensors, extra, addresses)
     first = tensors[0]
     if out is None:
         out = torch.empty_like(first) if known.out_like else first.new_empty(known.out_shape)
@@ -237,7 +250,7 @@ def call(op: Operation, tensors: Tensors, options: Options, extra: tuple[Tensor,
     lse = first.new_empty(known.lse_shape, dtype=torch.float32) if want_lse else None
     device_index = known.device_index
     if known.launch is None or device_index < 0:
-        _finish(known, tensors, out, lse, extra)
+        _finish(known, (*tensors, out, lse, *extra), (out,), lse)
         return out, lse
     addresses.append(0 if lse is None else lse.data_ptr())
     if extra:
@@ -248,6 +261,19 @@ def call(op: Operation, tensors: Tensors, options: Options, extra: tuple[Tensor,
         with torch.cuda.device(device_index):
             known.launch(_current_stream(device_index), addresses)
     return out, lse
+
+
+def _several(known: _Call, tensors: Tensors, extra: tuple[Tensor, ...], addresses: list[int]) -> Results:
+    """The rest of a call that has several results, each allocated here."""
+    first = tensors[0]
+    results = tuple([first.new_empty(shape) for shape in known.shapes])
+    if known.launch is None or known.device_index < 0:
+        _finish(known, (*tensors, *results, *extra), results)
+        return *results, None
+    addresses[-1:] = [t.data_ptr() for t in (*results, *extra)]
+    with torch.cuda.device(known.device_index):
+        known.launch(_current_stream(known.device_index), addresses)
+    return *results, None
 
 
 def _plain(op: Operation, given: Arguments) -> tuple[Arguments, bool]:
@@ -294,13 +320,14 @@ def _copied(signature: Signature, tensors: Tensors, places: tuple[int, ...]) -> 
                  for place, t in enumerate(tensors))
 
 
-def _finish(known: _Call, tensors: Tensors, out: Tensor, lse: Tensor | None, extra: tuple[Tensor, ...]) -> None:
-    """A call on the emulator, or one that launches nothing."""
+def _finish(known: _Call, everything: Tensors, results: Tensors, lse: Tensor | None = None) -> None:
+    """A call on the emulator, or one that launches nothing. `everything`: as `known.names` has it."""
     if known.launch is not None:
-        known.launch(dict(zip(known.names, (*tensors, out, lse, *extra), strict=True)))
+        known.launch(dict(zip(known.names, everything, strict=True)))
         return
-    out.zero_()
+    for result in results:
+        result.zero_()
     if lse is not None and known.lse is not None:
-        lse.copy_((*tensors, *extra)[known.lse][:, None].expand_as(lse))
+        lse.copy_(everything[known.lse][:, None].expand_as(lse))
     elif lse is not None:
         lse.fill_(-math.inf)

@@ -55,5 +55,8 @@ class Op(Protocol):
     def run(self, subject: Subject, inputs: Any) -> Results:
         """The call that users make, into memory that held NaN before."""
 
+    def unordered(self, spec: Spec) -> tuple[str, ...]:
+        """The results whose bits may differ from run to run: sums of parts that come in any order."""
+
     def identities(self, spec: Spec, plan: Plan, seed: int) -> Iterable[tuple[str, Identity, Problem]]:
         """What has to give the same bits: (name, test, subject of the test)."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops.attention.signature import ATTENTION
+from flashgen.runtime.ops.attention_backward.signature import ATTENTION_BACKWARD
 from flashgen.runtime.ops.mla_decode.signature import MLA_DECODE, MLA_SCHEDULE
 from flashgen.runtime.ops.signature import Signature
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from flashgen.runtime.measure.suite import Bench
     from flashgen.runtime.ops.op import Op
 
-SIGNATURES: tuple[Signature, ...] = (ATTENTION, MLA_DECODE, MLA_SCHEDULE)
+SIGNATURES: tuple[Signature, ...] = (ATTENTION, ATTENTION_BACKWARD, MLA_DECODE, MLA_SCHEDULE)
 OPS = {signature.name: signature.home.split(".")[-2] for signature in SIGNATURES}  # what a pass answers: the folder
 
 

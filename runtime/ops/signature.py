@@ -47,14 +47,16 @@ class Signature:
     """The lists, and what follows from them."""
 
     def __init__(self, name: str, home: str, tensors: tuple[Arg, ...], options: tuple[Option, ...],
-                 shapes: Callable[[Tensors, Options], tuple[Shape, Shape]], *, extra: str = "", result: str = "out",
-                 has_lse: bool = True) -> None:
-        """`home`: the module whose OPERATION does the work. `shapes` gives the shapes of the result and of lse, () for
-        no lse. `extra`: the name of a list of more tensors. `result`: the result among the pointers of plans. Without
-        lse there is no `out` to write to, either.
+                 shapes: Callable[[Tensors, Options], tuple[Shape, ...]], *, extra: str = "",
+                 results: tuple[str, ...] = ("out",), has_lse: bool = True, gradient: str = "") -> None:
+        """`home`: the module whose OPERATION does the work. `results`: what a call gives, by the names of the pointers
+        of plans. `shapes` gives their shapes, and behind them that of lse. `extra`: the name of a list of more tensors.
+        Without lse there is no `out` to write to, either; several results come without both. `gradient`: the module
+        whose `with_gradient` makes calls that autograd follows.
         """
+        assert len(results) == 1 or not has_lse, name
         self.name, self.home, self.tensors, self.options, self.shapes = name, home, tensors, options, shapes
-        self.extra, self.result, self.has_lse = extra, result, has_lse
+        self.extra, self.results, self.has_lse, self.gradient = extra, results, has_lse, gradient
         self.required = sum(not arg.optional for arg in tensors)  # tensors that every call has: they come first
         self.pointers = tuple(arg.pointer or arg.name for arg in tensors)
         types = [option.type for option in options]

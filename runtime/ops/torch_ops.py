@@ -23,7 +23,7 @@ from torch import Tensor
 from flashgen.runtime.ops.registry import SIGNATURES
 from flashgen.runtime.ops.signature import Signature
 
-Results = tuple[Tensor, Tensor | None]  # out and lse
+Results = tuple[Any, ...]  # the results of a signature, and behind them lse or None
 _library = torch.library.Library("flashgen", "DEF")  # kept alive: its ops go with it
 _NUMBERS_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 
@@ -40,8 +40,11 @@ class OpSet(NamedTuple):
     def call(self, arguments: tuple[Any, ...], out: Tensor | None, want_lse: bool) -> Results:
         """`out` None: the op allocates it."""
         if out is None:
-            found: Results = self.lse(*arguments) if want_lse else (self.plain(*arguments), None)
-            return found
+            if want_lse:
+                found: Results = self.lse(*arguments)
+                return found
+            made = self.plain(*arguments)
+            return (*made, None) if isinstance(made, (tuple, list)) else (made, None)
         if want_lse:
             return out, self.out_lse(*arguments, out=out)
         self.out(*arguments, out=out)
@@ -57,6 +60,24 @@ def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[...,
     return getattr(torch.ops.flashgen, name).default
 
 
+def _follow(signature: Signature, op: Any, whole: Any = None) -> None:
+    """Let autograd follow an op. `whole`: the op that gives lse besides, which a gradient needs; autograd then follows
+    that one in its place."""
+    def below(keyset: Any, x: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *x)
+
+    def run(keyset: Any, *x: Any) -> Any:
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*x)):
+            return below(keyset, x)
+        if whole is not None:
+            return whole(*x)[0]
+        gradient = importlib.import_module(signature.gradient)
+        return gradient.followed(signature, x, lambda: below(keyset, x))
+
+    _library.impl(op._schema.name.partition("::")[2], run, "Autograd", with_keyset=True)
+
+
 def _op_set(signature: Signature, dynamic: bool = False) -> OpSet:
     """<name>, <name>_lse, <name>_out and <name>_out_lse, or those with a tensor of numbers, which end in _dynamic."""
     name, end, arguments = signature.name, "_dynamic" * dynamic, signature.schema(dynamic)
@@ -67,24 +88,34 @@ def _op_set(signature: Signature, dynamic: bool = False) -> OpSet:
         found: Results = front.run_op(signature, x, out, want_lse)
         return found
 
-    def fake_out(x: tuple[Any, ...]) -> Tensor:
+    def shapes(x: tuple[Any, ...]) -> Any:
         tensors, options, _ = signature.split(x)
-        made: Tensor = x[0].new_empty(signature.shapes(tensors, options)[0])
-        return made
+        return signature.shapes(tensors, options)
+
+    def fake_out(x: tuple[Any, ...]) -> Any:
+        made = tuple(x[0].new_empty(shape) for shape in shapes(x)[:len(signature.results)])
+        return made if len(made) > 1 else made[0]
 
     def fake_lse(x: tuple[Any, ...]) -> Tensor:
-        tensors, options, _ = signature.split(x)
-        made: Tensor = x[0].new_empty(signature.shapes(tensors, options)[1], dtype=torch.float32)
+        made: Tensor = x[0].new_empty(shapes(x)[-1], dtype=torch.float32)
         return made
 
-    plain = _define(name + end, f"({arguments}) -> Tensor", lambda *x: run(x, None, False)[0],
+    several = len(signature.results) > 1
+    returned = "({})".format(", ".join(["Tensor"] * len(signature.results))) if several else "Tensor"
+    plain = _define(name + end, f"({arguments}) -> {returned}",
+                    lambda *x: run(x, None, False)[:-1] if several else run(x, None, False)[0],
                     lambda *x: fake_out(x), tags)
     if not signature.has_lse:
+        if signature.gradient:
+            _follow(signature, plain)
         return OpSet(plain)
+    with_lse = _define(f"{name}_lse{end}", f"({arguments}) -> (Tensor, Tensor)", lambda *x: run(x, None, True),
+                       lambda *x: (fake_out(x), fake_lse(x)), tags)
+    if signature.gradient:
+        _follow(signature, with_lse)
+        _follow(signature, plain, with_lse)
     return OpSet(
-        plain,
-        _define(f"{name}_lse{end}", f"({arguments}) -> (Tensor, Tensor)", lambda *x: run(x, None, True),
-                lambda *x: (fake_out(x), fake_lse(x)), tags),
+        plain, with_lse,
         _define(f"{name}_out{end}", f"({arguments}, *, Tensor(a!) out) -> ()",
                 lambda *x, out: (run(x, out, False), None)[1], lambda *_, out: None, tags),
         _define(f"{name}_out_lse{end}", f"({arguments}, *, Tensor(a!) out) -> Tensor",

@@ -9,11 +9,15 @@ from torch.autograd.forward_ad import unpack_dual
 
 from flashgen.errors import UnsupportedError
 
+# What torch.autograd.grad(..., is_grads_batched=True) makes.
+_is_legacy_batched: Callable[[Tensor], bool] = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", lambda t: False)
 _KINDS: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
-    (torch._C._functorch.is_batchedtensor, "batched by torch.vmap, and flashgen has no rule for that",
+    (lambda t: torch._C._functorch.is_batchedtensor(t) or _is_legacy_batched(t),
+     "batched by torch.vmap, and flashgen has no rule for that",
      "call it outside of vmap: its own batch dimension, or cu_seqlens, takes many problems at once"),
-    (torch._C._functorch.is_gradtrackingtensor, "in a transform of torch.func, and flashgen has no derivative",
-     "call it outside of the transform"),
+    (torch._C._functorch.is_gradtrackingtensor, "in a transform of torch.func, and flashgen has no gradient for that",
+     "call it outside of the transform; torch.autograd follows flashgen.attention"),
     (lambda t: t.is_nested, "a nested tensor", "give values() with cu_seqlens_q and cu_seqlens_kv"),
     (lambda t: t.layout is not torch.strided, "a sparse tensor", "to_dense()"),
     (lambda t: unpack_dual(t).tangent is not None, "a dual tensor of forward-mode AD, and flashgen has no derivative",

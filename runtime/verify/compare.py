@@ -28,7 +28,8 @@ class Expected:
     exact: Tensor                # in fp64
     axes: tuple[str, ...]        # names of its dimensions
     plain: Tensor | None = None  # torch's own answer in the output's dtype: the yardstick of a kernel's error
-    absolute: float = 0.0        # without a yardstick: the error allowed besides FIXED_RELATIVE of the value, in fp32
+    # The error allowed besides: without a yardstick, FIXED_RELATIVE of the value, in fp32; with one, what that allows.
+    absolute: float = 0.0
 
 
 Truth = Mapping[str, Expected]          # by name of the output
@@ -56,15 +57,15 @@ class Accuracy:
     lse_error: float = 0.0
 
 
-def check(results: Results, inputs: Answered, *, label: str = "", rerun: str = "") -> Accuracy:
-    """Raise VerifyError unless `results` keep the accuracy contract for `inputs`.
+def check(results: Results, inputs: Answered, *more: Results, label: str = "", rerun: str = "") -> Accuracy:
+    """Raise VerifyError unless `results`, and `more` of other runs, keep the accuracy contract for `inputs`.
 
     The truth is computed here, after the kernel, so that recycled memory cannot hold the answer.
     `label` names spec, variant, problem and seed; `rerun` is the command that repeats the failure.
     """
     truth, judge = inputs.truth(), _Judge(label, rerun)
     measured, fixed = [(0.0, 0.0)], [0.0]
-    for name, result in results.items():
+    for name, result in (pair for run in (results, *more) for pair in run.items()):
         right = truth[name]
         judge.same_form(name, result, right.exact.shape, torch.float32 if right.plain is None else right.plain.dtype)
         judge.same_specials(name, result, right)
@@ -117,13 +118,14 @@ class _Judge:
         # Storing the result rounds it, so no output can promise less than half a unit in the last place.
         rounding = size * (torch.finfo(out.dtype).eps / 2)
         plain_error = (plain.double() - exact).abs().where(finite, zero).maximum(rounding)
-        allowed = OUT_FACTOR * plain_error.max().item() + OUT_ABSOLUTE
+        absolute = OUT_ABSOLUTE + expected.absolute
+        allowed = OUT_FACTOR * plain_error.max().item() + absolute
         if error.max().item() > allowed:
             self.fail(what, error, out, expected, f"error {error.max().item():.3e}",
-                      f"{allowed:.3e} = {OUT_FACTOR:g} * torch's plain attention + {OUT_ABSOLUTE:g}")
+                      f"{allowed:.3e} = {OUT_FACTOR:g} * torch's plain attention + {absolute:g}")
         row_size = size.amax(-1, keepdim=True).clamp_min(max(ROW_FLOOR * size.max().item(), OUT_ABSOLUTE))
         row_error, row_allowed = error / row_size, OUT_FACTOR * (plain_error / row_size).max().item()
-        excess = (error - OUT_ABSOLUTE) / row_size
+        excess = (error - absolute) / row_size
         if excess.max().item() > row_allowed:
             self.fail(what, excess, out, expected, f"error relative to its row {row_error.max().item():.3e}",
                       f"{row_allowed:.3e} = {OUT_FACTOR:g} * torch's plain attention")

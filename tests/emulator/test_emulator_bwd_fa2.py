@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from backward_kit import Call, backward_spec, in_all_orders
+from emulated_backward import Call, backward_spec, in_all_orders
 
 # Lengths that tiles divide and that they do not; queries that see no key and keys that no query sees.
 DENSE = (Call(((130, 200),)), Call(((64, 128), (64, 128)), 4, 2))

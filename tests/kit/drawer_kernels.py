@@ -236,6 +236,13 @@ def atomic_cases() -> list[Case]:
 """, lambda rng: {"x": rng.integers(-99, 99, (8, 32)).astype(np.float32), "out": zeros(16, dtype=np.float32)},
         lambda inputs: {"out": inputs["x"].reshape(-1, 16).sum(0)}, blocks=8, hopper=False)
 
+    summed_by_four = Case("red_add_f32x4", ("atomic",), {"x": "const float", "out": "float"}, """
+  float four[4];
+  for (int i = 0; i < 4; ++i) four[i] = p.x[128 * blockIdx.x + 4 * threadIdx.x + i];
+  red_add_f32x4(p.out + threadIdx.x % 8 * 4, four);
+""", lambda rng: {"x": rng.integers(-99, 99, (8, 128)).astype(np.float32), "out": zeros(32, dtype=np.float32)},
+        lambda inputs: {"out": inputs["x"].reshape(-1, 32).sum(0)}, blocks=8)
+
     def twice(inputs: Arrays) -> Arrays:
         once = 3 * inputs["out"] + np.arange(1024, dtype=np.uint32)
         return {"out": 3 * once + np.arange(1024, dtype=np.uint32)}
@@ -247,7 +254,8 @@ def atomic_cases() -> list[Case]:
   const int i = 32 * blockIdx.x + threadIdx.x;
   p.out[i] = 3 * p.out[i] + i;
 """, lambda rng: {"out": words(rng, 1024)}, twice, blocks=32, launches=2)
-    return [taken, last, first, fenced, chain, summed, _summed_pairs("bf16"), _summed_pairs("fp16"), dependent]
+    return [taken, last, first, fenced, chain, summed, summed_by_four, _summed_pairs("bf16"), _summed_pairs("fp16"),
+            dependent]
 
 
 def _summed_pairs(element: str) -> Case:

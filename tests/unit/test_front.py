@@ -23,12 +23,13 @@ PLAN = tiny_plan("toy", params=(
     Param("lse", "f32_out", ""), Param("room", "f32_out", ""), Param("times", "i32", "")))
 
 
-def shapes(tensors: Tensors, options: Options) -> tuple[Shape, Shape]:
+def shapes(tensors: Tensors, options: Options) -> tuple[Shape, ...]:
     return tensors[0].shape, tensors[0].shape[:1]
 
 
 TOY = Signature("toy", __name__, (Arg("x", rows=True), Arg("shift", "bias", optional=True)),
-                (Option("times", "SymInt"), Option("scale", "float", default=inverse_root)), shapes, result="result")
+                (Option("times", "SymInt"), Option("scale", "float", default=inverse_root)), shapes,
+                results=("result",))
 
 
 class Kernel:

@@ -64,6 +64,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
     "MlaSchedule": (flashgen.MlaSchedule, {"rows": torch.zeros(1, 8), "batch": 1, "num_heads_q": 1, "seqlen_q": 1}, ()),
     "Spec": (flashgen.Spec, SPEC, tuple(flashgen.Spec.model_fields)),
     "attention": (flashgen.attention, NO_QUERIES, ()),
+    "attention_backward": (flashgen.attention_backward, {
+        **NO_QUERIES, "dout": NO_QUERIES["q"], "out": NO_QUERIES["q"], "lse": torch.zeros(1, 2, 0)}, ()),
     "block_map": (flashgen.block_map, {"kv_num_blocks": torch.tensor([1, 1]), "kv_indices": torch.tensor([[0], [1]]),
                                        "shape": (2, 2)}, ()),
     "explain": (flashgen.explain, {"spec": flashgen.Spec(**SPEC)}, SIZES),

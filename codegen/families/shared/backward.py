@@ -49,7 +49,7 @@ def backward(gradients: str, *, grid: Grid | None = None, only: tuple[Only, ...]
         return found(plan, lambda sizes: launch({plan.step: plan}, sizes, 1), **call)
 
     return Pass("bwd", "attention_backward", "gradients of fwd", lower, launch, smallest_call, explain,
-                kernels=named("preprocess", "gradients", "postprocess"), only=(*ONLY, *only))
+                kernels=named("preprocess", "gradients", "postprocess"), shown="gradients", only=(*ONLY, *only))
 
 
 def key_tiles(plan: Plan, values: Mapping[str, Number]) -> int:

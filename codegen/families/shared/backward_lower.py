@@ -91,7 +91,7 @@ def _preprocess(spec: Spec, gradients: Plan) -> Plan:
     block_m, columns = gradients.constant("BLOCK_M"), spec.head_dim_v
     chunks = columns // 8
     lanes = 1 << (chunks - 1).bit_length()
-    threads = max(MIN_THREADS, block_m * lanes // ROW_READS)
+    threads = min(max(MIN_THREADS, block_m * lanes // ROW_READS), block_m * lanes)  # whole rows, each read once
     rows_q, _ = _rows(spec)
     lse = "[num_heads_q, total_q]" if spec.kv_layout == "varlen" else "[batch, num_heads_q, seqlen_q]"
     constants = (

@@ -12,5 +12,5 @@ STANDARD = Family(
     cards="any NVIDIA GPU from Ampere on: sm_80, sm_86, sm_89, sm_90, sm_120",
     passes=(Pass(
         "fwd", "attention", "many queries", lazily(f"{__package__}.lower", "lower"), launch, smallest_call,
-        lazily(f"{__package__}.explain", "explain_kernel"), kernels=named(*KERNELS)),),
-    options=Options, only=ONLY, traits=TRAITS, typical={"kernel": KERNELS[0]})
+        lazily(f"{__package__}.explain", "explain_kernel"), kernels=named(*KERNELS), shown=KERNELS[0]),),
+    options=Options, only=ONLY, traits=TRAITS)

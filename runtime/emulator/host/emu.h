@@ -90,6 +90,7 @@ void wgmma_finished(const void* registers, unsigned long bytes);
 // atomic.cuh
 int atom_add(int* address, int x, bool acquires, bool releases);
 void red_add_f32(float* address, float x);
+void red_add_f32x4(float* address, float x, float y, float z, float w);
 void red_add2(Type type, void* address, uint32_t x);
 int ld_acquire(const int* address);
 void st_release(int* address, int value);

@@ -34,16 +34,16 @@ void wake_all(Semaphore& semaphore) {
   semaphore.waiting.clear();
 }
 
-void check_atomic(Fiber& fiber, const void* address, Access access) {
-  if (reinterpret_cast<uintptr_t>(address) % 4 != 0) fail(fiber, "misaligned", {}, "an atomic at %p", address);
+void check_atomic(Fiber& fiber, const void* address, Access access, size_t alignment = 4) {
+  if (reinterpret_cast<uintptr_t>(address) % alignment != 0) fail(fiber, "misaligned", {}, "an atomic at %p", address);
   Actor actor = fiber.actor();
   actor.now.atomic = true;
   check(fiber, actor, address, 4, access);
 }
 
 template <class T>
-T add(Fiber& fiber, T* address, T x) {
-  check_atomic(fiber, address, Access::ATOMIC);
+T add(Fiber& fiber, T* address, T x, size_t alignment = sizeof(T)) {
+  check_atomic(fiber, address, Access::ATOMIC, alignment);
   const T before = *address;
   *address = before + x;
   return before;
@@ -73,6 +73,15 @@ void red_add_f32(float* address, float x) {
   Fiber& fiber = enter(__builtin_return_address(0));
   maybe_yield(fiber);
   add(fiber, address, x);
+}
+
+void red_add_f32x4(float* address, float x, float y, float z, float w) {
+  Fiber& fiber = enter(__builtin_return_address(0));
+  maybe_yield(fiber);
+  add(fiber, address, x, 4 * sizeof(float));
+  add(fiber, address + 1, y);
+  add(fiber, address + 2, z);
+  add(fiber, address + 3, w);
 }
 
 void red_add2(Type type, void* address, uint32_t x) {

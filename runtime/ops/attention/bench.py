@@ -4,7 +4,7 @@ read. No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.codegen.families.family import DenseCall
 from flashgen.codegen.families.registry import pass_of
@@ -121,7 +121,7 @@ def _best(twins: Sequence[Spec], case: Problem, num_sms: int) -> Spec:
 
 class AttentionBench(Bench):
     case, axes, read, pass_ = Problem, AXES, load_grid, "fwd"
-    peers = ("sdpa-fa2", "sdpa-cudnn", "flex", "fa3", "fa3-split", "torch-varlen")
+    peers: ClassVar[tuple[str, ...]] = ("sdpa-fa2", "sdpa-cudnn", "flex", "fa3", "fa3-split", "torch-varlen")
     module = "flashgen.runtime.ops.attention.timed"
     data = DATA
     picture = True

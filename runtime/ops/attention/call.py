@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from flashgen.codegen.families.registry import program_of
-from flashgen.codegen.families.shared.launch import Sizes
-from flashgen.runtime.launch.tensor_map import fits_maps
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import RAW_ERRORS, check_unread, pair
 from flashgen.runtime.ops.attention.checks import (
@@ -17,21 +16,21 @@ from flashgen.runtime.ops.attention.checks import (
     WINDOW_ALLOWED,
     causal_code,
     check_call,
-    check_head_dims,
-    check_prefix_sums,
     check_qkv,
-    check_window,
+    read_deterministic,
     side,
 )
+from flashgen.runtime.ops.attention.gradient import with_gradient
 from flashgen.runtime.ops.attention.signature import ATTENTION
+from flashgen.runtime.ops.attention.sizes import check_values, mappable, named_strides, read_call
 from flashgen.runtime.ops.front import Arguments, Ready, kernels_for
 from flashgen.runtime.ops.signature import Options, Tensors
-from flashgen.runtime.ops.tensors import DTYPE_NAMES, check_out, check_scale, is_aligned, scale_number, strides
-from flashgen.runtime.select.selector import Wanted
+from flashgen.runtime.ops.tensors import check_out, is_aligned, scale_number
 
 if TYPE_CHECKING:
     import torch
 
+    from flashgen.codegen.families.shared.launch import Sizes
     from flashgen.codegen.spec.spec import Spec
     from flashgen.runtime.ops.attention.parameters import Parameters
     from flashgen.runtime.select.params import Bound
@@ -42,9 +41,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
               window: tuple[int, int] = (-1, -1), softmax_scale: float | None = None, return_lse: bool = False,
               cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
               max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, out: Tensor | None = None,
-              spec: str | Path | Spec | Variant | None = None,
-              params: Mapping[str, Any] | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention, forward: softmax(softmax_scale * q k^T + mask) v, without the score matrix in device memory.
+              spec: str | Path | Spec | Variant | None = None, params: Mapping[str, Any] | None = None,
+              deterministic: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention: softmax(softmax_scale * q k^T + mask) v, without the score matrix in device memory.
 
     Args:
         q: [batch, seqlen_q, num_heads_q, head_dim_qk], or with cu_seqlens_* [total_q, num_heads_q, head_dim_qk];
@@ -66,21 +65,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
             kernel.
         params: values for the parameters that the spec declares, by name: numbers, and tensors on the device. Other
             values never build another kernel.
+        deterministic: of the gradients: whether the same call gives the same bits each time. By default as
+            torch.are_deterministic_algorithms_enabled() says. Results themselves always have the same bits.
+
+    Where q, k or v requires a gradient, autograd follows the call: through the result and through lse, for backward
+    once. Specs that change scores have no gradients yet.
 
     A row that sees no key gets out 0 and lse -inf; so do rows after the last sequence. q, k or v whose last dimension
     is not contiguous or whose rows are not 16-byte aligned are copied first. Any stride is fine otherwise.
 
     Raises UnsupportedError for what no kernel does, SpecError and PlanError for a spec that cannot be built,
-    CompileError and EnvironmentError_ where building or loading fails. There is no backward yet: with grad enabled and
-    an input that requires it, the call is refused.
+    CompileError and EnvironmentError_ where building or loading fails.
     """
     try:
-        check_call(q, k, v, cu_seqlens_q, cu_seqlens_kv)
+        followed = check_call(q, k, v, cu_seqlens_q, cu_seqlens_kv)
         code = CAUSAL_CODES[causal]
     except RAW_ERRORS:
         code = causal_code(causal)
         check_qkv(q, k, v, cu_seqlens_q, cu_seqlens_kv)
-        check_call(q, k, v, cu_seqlens_q, cu_seqlens_kv)
+        followed = check_call(q, k, v, cu_seqlens_q, cu_seqlens_kv)
     if type(window) is not tuple or len(window) != 2:
         window = pair("window", window, WINDOW_ALLOWED)
     if max_seqlen_q is not None or max_seqlen_kv is not None:
@@ -90,6 +93,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
         from flashgen.runtime.ops.attention.parameters import bound_to  # bundles serve without specs
 
         text, ints, floats, extra = bound_to(spec, params)
+    if followed or deterministic is not None:
+        same_bits = read_deterministic(deterministic)
+        if followed:
+            options = code, window[0], window[1], softmax_scale, text, ints, floats
+            return with_gradient(OPERATION, (q, k, v, cu_seqlens_q, cu_seqlens_kv), options, out, return_lse, same_bits)
     out, lse = front.call(OPERATION, (q, k, v, cu_seqlens_q, cu_seqlens_kv),
                           (code, window[0], window[1], softmax_scale, text, ints, floats), extra, out, return_lse)
     return out if lse is None else (out, lse)
@@ -117,19 +125,11 @@ class Attention(front.Operation):
         return (causal, side(left), side(right), scale_number(scale), *rest)
 
     def prepare(self, call: Arguments) -> Ready:
-        q, k, v, cu_q, cu_kv = call.tensors
+        q, k, v, cu_q, _ = call.tensors
         causal, left, right, scale, text, ints, floats = call.options
         varlen = cu_q is not None
-        if varlen and q.is_cpu:
-            check_prefix_sums(cu_q, cu_kv, q.shape[0], k.shape[0])
-        check_window(left, right)
-        check_scale(scale)
-        check_head_dims(q.shape[-1], v.shape[-1])
-        batch, seqlen_q = (cu_q.shape[0] - 1, q.shape[0]) if varlen else (q.shape[0], q.shape[1])
-        reach = max(seqlen_q, k.shape[-3])
-        left, right = (-1 if x >= reach else x for x in (left, right))
-        sizes = Sizes(batch, seqlen_q, k.shape[-3], q.shape[-2], k.shape[-2], scale, causal == 2,
-                      (left, 0 if causal else right))
+        check_values(*call.tensors, window=(left, right), scale=scale)
+        sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION.name)
         handle, scalars, names, has_sink = _parameters(text, (ints, floats, call.extra), sizes, varlen, q.device)
         out_shape = ATTENTION.shapes(call.tensors, call.options)[0]
         if call.out is not None:
@@ -137,18 +137,12 @@ class Attention(front.Operation):
         if copies := tuple(place for place, t in enumerate((q, k, v)) if not is_aligned(t)):
             return Ready(copies=copies)
         # Of an empty call with a sink, which is the last of the parameters' tensors, lse holds the sink.
-        nothing = Ready(lse=len(call.tensors) + len(call.extra) - 1 if has_sink else None)
-        windowed = left >= 0 or (right >= 0 and not causal)  # causal bounds the right side anyway
-        wanted = Wanted(DTYPE_NAMES[q.dtype], q.shape[-1], v.shape[-1], bool(causal) and not windowed, windowed,
-                        "varlen" if varlen else "dense", call.want_lse, handle, all(
-                            fits_maps(t.shape, t.stride(), t.element_size()) for t in (q, k, v, call.out)
-                            if t is not None))
-        if 0 in out_shape or (batch == 0 and (scalars or names)):
+        nothing = Ready(lse=-1 if has_sink else None)
+        wanted = replace(wanted, lse=call.want_lse, spec=handle, tensor_maps=mappable(q, k, v, call.out))
+        if 0 in out_shape or (sizes.batch == 0 and (scalars or names)):
             return nothing
-        rows = {"q": q, "k": k, "v": v, "out": q.new_empty(out_shape, device="meta") if call.out is None else call.out}
-        axes = ("row", "head") if varlen else ("batch", "row", "head")
-        sizes = sizes._replace(strides={f"{name}_{axis}_stride": stride for name, t in rows.items()
-                                        for axis, stride in zip(axes, strides(t), strict=True)})
+        sizes = sizes._replace(strides=named_strides(
+            q=q, k=k, v=v, out=q.new_empty(out_shape, device="meta") if call.out is None else call.out))
         kernels = {kernel.plan.step: kernel for kernel in kernels_for(wanted, q.device, sizes)}
         first, *others = kernels.values()
         # A tensor map describes one row at least, and scratch memory has no rows of no keys.

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.ops.arguments import RAW_ERRORS, require_tensors, whole
+from flashgen.runtime.ops.arguments import RAW_ERRORS, flag, require_tensors, whole
 from flashgen.runtime.ops.tensors import MAX_LENGTH, check_device, check_dtype
 
 MAX_HEAD_DIM = 256
@@ -17,16 +17,37 @@ CAUSAL_CODES = {False: 0, True: 1, "top_left": 2}
 WINDOW_ALLOWED = "(left, right), counts of keys from 0, or -1 for an unbounded side"
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
-    """What a look at the arguments shows, before anything is memoised."""
+def check_call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> bool:
+    """What a look at the arguments shows, before anything is memoised. Whether autograd follows the call."""
+    if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
+        check_pair(cu_seqlens_q, cu_seqlens_kv)
+    followed = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if not (q.is_cuda or q.is_cpu):
+        check_device("q", q)
+    return followed
+
+
+def check_pair(cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
+    """UnsupportedError where one of the two is missing."""
     if (cu_seqlens_q is None) != (cu_seqlens_kv is None):
         raise UnsupportedError("only one of cu_seqlens_q and cu_seqlens_kv is given", where="cu_seqlens",
                                allowed="both (varlen) or neither (dense)")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise UnsupportedError("a gradient is asked for, and flashgen has no backward kernel yet", where="q, k, v",
-                               allowed="inputs without requires_grad", next="call it under torch.no_grad()")
-    if not (q.is_cuda or q.is_cpu):
-        check_device("q", q)
+
+
+def read_deterministic(value: Any) -> bool:
+    """Whether gradients have to have the same bits each time; None: as torch's switch says."""
+    if value is not None:
+        return flag("deterministic", value)
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def check_deterministic(deterministic: bool) -> None:
+    """UnsupportedError where gradients that are the same each time are asked for."""
+    if deterministic:
+        raise UnsupportedError(
+            "deterministic gradients are asked for, and no backward kernel adds in a fixed order yet",
+            where="deterministic", allowed="False, or None without torch.use_deterministic_algorithms(True)",
+            next="deterministic=False")
 
 
 def causal_code(causal: Any) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashgen.codegen.expr.tree import TensorParam
 from flashgen.codegen.spec.expressions import SINK
+from flashgen.codegen.spec.rule import changed
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.select.handles import SEPARATOR, handle_of
+from flashgen.runtime.select.handles import SEPARATOR, handle_of, title
 from flashgen.runtime.select.lookup import form_of, registry
 from flashgen.runtime.select.params import Bound, bind, check_tensors, unbound
 from flashgen.runtime.select.variant import Variant
@@ -33,6 +35,33 @@ def bound_to(spec: str | os.PathLike[str] | Spec | Variant | None, params: Mappi
                                next="flashgen.variant(score=..., params=...) makes one")
     form = form_of(spec.handle if isinstance(spec, Variant) else handle_of(spec))
     return (form.text, *(bind(form, params) or ((), (), ())))
+
+
+def specs_of(text: str) -> tuple[str, tuple[Spec, ...]]:
+    """The handle in a call's text, and its specs; none of a Variant, whose specs follow from the call."""
+    handle = text.rpartition(SEPARATOR)[0]
+    found = registry._open(handle)
+    return handle, () if isinstance(found, Variant) else found
+
+
+def change_of(text: str) -> str | None:
+    """The field by which the spec of a call makes it another attention than softmax's of plain scores, if it does."""
+    found = registry._open(text.rpartition(SEPARATOR)[0])
+    specs: tuple[Any, ...] = (SimpleNamespace(**found.fields),) if isinstance(found, Variant) else found
+    return next(filter(None, map(changed, specs)), None)
+
+
+change_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it while it traces
+
+
+def check_unchanged(text: str) -> None:
+    """UnsupportedError for the gradient of a call whose spec is not softmax attention of plain scores."""
+    if field := change_of(text):
+        handle = text.rpartition(SEPARATOR)[0]
+        raise UnsupportedError(f"a gradient is asked for, and {title(handle)} has a {field} of its own, which no "
+                               f"backward kernel knows yet", where=f"spec={title(handle)!r}",
+                               allowed="specs without score, mask, sink and normalize",
+                               next="leave spec out, or call it under torch.no_grad()")
 
 
 def read_parameters(text: str, bound: Bound, sizes: Sizes, varlen: bool, device: torch.device) -> Parameters:

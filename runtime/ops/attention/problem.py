@@ -15,6 +15,7 @@ from flashgen.codegen.mask import visible_pairs
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
     from flashgen.codegen.spec.spec import Spec
     from flashgen.runtime.verify.compare import Truth
@@ -174,7 +175,7 @@ class Inputs:
         drawn = sample_params(spec, sizes, self.q.device, seed)
         return self.with_(mods=ExpressionMods.of(spec, {**drawn, **(params or {})}))
 
-    def with_(self, **changes: Any) -> Inputs:
+    def with_(self, **changes: Any) -> Self:
         return replace(self, **changes)
 
     def truth(self) -> Truth:

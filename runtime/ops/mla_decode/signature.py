@@ -27,10 +27,10 @@ def _shapes(tensors: Tensors, options: Options) -> tuple[Shape, Shape]:
     return (*q.shape[:-1], HEAD_DIM_V), (q.shape[0], q.shape[2], q.shape[1])
 
 
-def _schedule_shapes(tensors: Tensors, options: Options) -> tuple[Shape, Shape]:
+def _schedule_shapes(tensors: Tensors, options: Options) -> tuple[Shape, ...]:
     """Records of a schedule are for the blocks of a kernel on a device."""
     shape: Shape = importlib.import_module(_SCHEDULE_HOME).rows_shape(tensors[0], *options)
-    return shape, ()
+    return shape,
 
 
 MLA_DECODE = Signature(
@@ -41,4 +41,4 @@ MLA_DECODE = Signature(
      Option("lse_counts_sink", "bool"), Option("spec", "str")), _shapes)
 MLA_SCHEDULE = Signature(
     "mla_schedule", _SCHEDULE_HOME, (Arg("seqlens_kv", "seqlens"),),
-    (Option("num_heads_q", "int"), Option("seqlen_q", "int")), _schedule_shapes, result="schedule", has_lse=False)
+    (Option("num_heads_q", "int"), Option("seqlen_q", "int")), _schedule_shapes, results=("schedule",), has_lse=False)

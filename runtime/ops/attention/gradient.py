@@ -1,0 +1,83 @@
+"""flashgen.attention under autograd: the function whose backward is the operation attention_backward, and refusals."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.errors import UnsupportedError
+from flashgen.runtime.ops import front
+from flashgen.runtime.ops.arguments import flag
+from flashgen.runtime.ops.attention.checks import check_deterministic, read_deterministic
+from flashgen.runtime.ops.attention_backward.call import gradients
+from flashgen.runtime.ops.signature import Options, Signature, Tensors
+from flashgen.runtime.ops.wrapped import refuse_wrapped
+
+_SCALE, _SPEC = 3, 4  # places among the options
+
+
+class _Followed(torch.autograd.Function):
+    """(out, lse) of what `run` computes of the tensors, and the way back to q, k and v."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], tuple[Tensor, Tensor]], options: Options, deterministic: bool,
+                *tensors: Tensor) -> Any:
+        out, lse = run()
+        scale = options[_SCALE]  # a tensor where a graph keeps the numbers open
+        ctx.save_for_backward(*tensors, out, lse, scale if isinstance(scale, Tensor) else None)
+        ctx.options, ctx.deterministic = options, deterministic
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, out, lse, numbers = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        causal, left, right, scale, spec, ints, floats = ctx.options
+        dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
+                               (causal, left, right, scale, spec, ctx.deterministic, ints, floats), numbers)
+        return None, None, None, dq, dk, dv, None, None
+
+
+# Function.apply less what it does for tensors of torch.func, which are refused: half of its time.
+_follow: Callable[..., Any] = super(torch.autograd.Function, _Followed).apply
+
+
+def with_gradient(op: front.Operation, tensors: Tensors, options: Options, out: Tensor | None, want_lse: Any,
+                  deterministic: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """A call that autograd follows: its out, or (out, lse). UnsupportedError for what has no gradient."""
+    _check(options, deterministic)
+    if out is not None:
+        raise UnsupportedError("a gradient is asked for, and autograd follows no result that is written into `out`",
+                               where="out", allowed="None where q, k or v requires a gradient",
+                               next="leave out=None, or call it under torch.no_grad()")
+    want_lse = flag("return_lse", want_lse)
+    if front.listened():  # the op that the dispatcher finds is followed in the same way
+        found, lse = front.dispatch(op, tensors, options, (), None, True)
+    else:
+        found, lse = _follow(lambda: front.call(op, tensors, options, (), None, True), options, deterministic, *tensors)
+    return (found, lse) if want_lse else found
+
+
+def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    """(out, lse) of a torch op that autograd follows; `run` is the op below autograd."""
+    tensors, options, extra = signature.split(arguments)
+    deterministic = read_deterministic(None)
+    _check(options, deterministic)
+    if extra:
+        raise UnsupportedError("a gradient is asked for, and none is known with tensors of params", where="params",
+                               allowed="calls without them", next="torch.no_grad()")
+    refuse_wrapped(**{arg.name: t for arg, t in zip(signature.tensors, tensors, strict=True)})
+    return _follow(run, options, deterministic, *tensors)
+
+
+def _check(options: Options, deterministic: bool) -> None:
+    """UnsupportedError where the options have no gradient."""
+    check_deterministic(deterministic)
+    if options[_SPEC]:
+        from flashgen.runtime.ops.attention.parameters import check_unchanged  # bundles serve without specs
+
+        check_unchanged(options[_SPEC])

@@ -1,0 +1,173 @@
+"""flashgen.attention_backward: what it refuses, which kernels serve it, what they launch. The rest is front.py's."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flashgen.codegen.families.registry import op_of, program_of
+from flashgen.errors import UnsupportedError
+from flashgen.runtime.ops import front
+from flashgen.runtime.ops.arguments import check_unread, flag, pair, require_tensors
+from flashgen.runtime.ops.attention.checks import (
+    WINDOW_ALLOWED,
+    causal_code,
+    check_deterministic,
+    check_pair,
+    check_qkv,
+    read_deterministic,
+    side,
+)
+from flashgen.runtime.ops.attention.sizes import check_values, mappable, named_strides, read_call
+from flashgen.runtime.ops.attention_backward.signature import ATTENTION_BACKWARD
+from flashgen.runtime.ops.front import Arguments, Ready, kernels_for
+from flashgen.runtime.ops.signature import Options, Signature, Tensors
+from flashgen.runtime.ops.tensors import check_device, is_aligned, scale_number
+from flashgen.runtime.ops.torch_ops import DYNAMIC
+from flashgen.runtime.ops.wrapped import refuse_wrapped
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flashgen.codegen.spec.spec import Spec
+    from flashgen.runtime.select.variant import Variant
+
+FIRST_KERNEL = (("kernel", "preprocess"),)
+_SCALE = 3  # its place among the options
+
+
+def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+                       dlse: Tensor | None = None, causal: bool | str = False, window: tuple[int, int] = (-1, -1),
+                       softmax_scale: float | None = None, cu_seqlens_q: Tensor | None = None,
+                       cu_seqlens_kv: Tensor | None = None, max_seqlen_q: int | None = None,
+                       max_seqlen_kv: int | None = None, deterministic: bool | None = None,
+                       spec: str | Path | Spec | Variant | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), contiguous, of an attention call: the explicit form of what autograd does for flashgen.attention.
+
+    Args:
+        dout: the gradient of the result, of its shape and dtype.
+        q, k, v: as flashgen.attention takes them; so are causal, window, softmax_scale and cu_seqlens_*.
+        out, lse: what flashgen.attention gave for them, or any other attention with the natural log of the sum.
+        dlse: the gradient of lse, fp32; none by default.
+        max_seqlen_q, max_seqlen_kv: accepted for callers that have them.
+        deterministic: whether the same call gives the same bits each time. By default as
+            torch.are_deterministic_algorithms_enabled() says.
+        spec: a spec file of backward kernels, or the name of a shipped one. One of forward kernels alone says nothing.
+
+    Rows that see no key, keys that no query sees, and rows after the last sequence get zeros. The inputs that the
+    kernels cannot read as they lie are copied first. Raises as flashgen.attention. The gradients have none themselves.
+    """
+    if type(window) is not tuple or len(window) != 2:
+        window = pair("window", window, WINDOW_ALLOWED)
+    check_unread(max_seqlen_q, max_seqlen_kv)
+    text = ""
+    if spec is not None:
+        from flashgen.runtime.ops.attention.parameters import bound_to  # bundles serve without specs
+
+        text, *_ = bound_to(spec, None)
+    require_tensors(False, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
+    require_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
+    check_pair(cu_seqlens_q, cu_seqlens_kv)
+    check_device("q", q)
+    return gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
+                     (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), (), ()))
+
+
+def gradients(tensors: Tensors, options: Options, numbers: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv). `numbers`: what stands in the place of the scale in a graph that keeps the numbers open."""
+    if numbers is not None:
+        options = (*options[:_SCALE], numbers, *options[_SCALE + 1:])
+        found: Any = DYNAMIC[ATTENTION_BACKWARD.name].plain(*tensors, *options)
+    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        found = front.dispatch(OPERATION, tensors, options, (), None, False)  # for autograd to know that it went by
+    else:
+        found = front.call(OPERATION, tensors, options)
+    return found[0], found[1], found[2]
+
+
+class _Last(torch.autograd.Function):
+    """Gradients that have no gradient: whoever asks for it is told so."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Any], *tensors: Tensor | None) -> Any:
+        return run()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise UnsupportedError("a gradient of attention's gradients is asked for, and flashgen has none",
+                               where="attention_backward", allowed="one backward",
+                               next="leave create_graph out, or use torch's own attention where it is needed")
+
+
+_last: Callable[..., Any] = _Last.apply
+
+
+def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+    """The results of the torch op, which autograd follows no further; `run` is the op below autograd."""
+    tensors, _, _ = signature.split(arguments)
+    refuse_wrapped(**{arg.name: t for arg, t in zip(signature.tensors, tensors, strict=True)})
+    return _last(run, *tensors)
+
+
+class AttentionBackward(front.Operation):
+    signature = ATTENTION_BACKWARD
+
+    def check(self, tensors: Tensors) -> None:
+        dout, q, k, v, out, lse, dlse, cu_q, cu_kv = tensors
+        check_qkv(q, k, v, cu_q, cu_kv)
+        out_shape = (*q.shape[:-1], v.shape[-1])
+        lse_shape = (q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1])
+        for name, t, shape, dtype in (("dout", dout, out_shape, q.dtype), ("out", out, out_shape, q.dtype),
+                                      ("lse", lse, lse_shape, torch.float32), ("dlse", dlse, lse_shape, torch.float32)):
+            if t is not None and (tuple(t.shape) != shape or t.dtype != dtype or t.device != q.device):
+                raise UnsupportedError(f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}", where=name,
+                                       allowed=f"{dtype} {shape} on {q.device}")
+
+    def read(self, options: Options) -> Options:
+        causal, left, right, scale, spec, deterministic, *rest = options
+        return (causal, side(left), side(right), scale_number(scale), spec, flag("deterministic", deterministic), *rest)
+
+    def prepare(self, call: Arguments) -> Ready:
+        dout, q, k, v, out, _, _, cu_q, cu_kv = call.tensors
+        causal, left, right, scale, text, deterministic, _, _ = call.options
+        check_values(q, k, v, cu_q, cu_kv, window=(left, right), scale=scale)
+        check_deterministic(deterministic)
+        named = zip(self.signature.tensors, call.tensors, strict=True)
+        if copies := tuple(place for place, (arg, t) in enumerate(named) if not _readable(arg.name, t)):
+            return Ready(copies=copies)
+        sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION_BACKWARD.name)
+        if sizes.batch == 0 or 0 in (*out.shape, *q.shape, *k.shape):
+            return Ready()
+        wanted = replace(wanted, spec=_handle(text), tensor_maps=mappable(dout, q, k, v), traits=FIRST_KERNEL)
+        made = {f"d{name}": t.new_empty(t.shape, device="meta") for name, t in (("q", q), ("k", k), ("v", v))}
+        sizes = sizes._replace(strides=named_strides(dout=dout, q=q, k=k, v=v, out=out, **made))
+        kernels = {kernel.plan.step: kernel for kernel in kernels_for(wanted, q.device, sizes)}
+        first, *others = kernels.values()
+        program = program_of(first.plan, sizes, first.num_sms, *(kernel.plan for kernel in others))
+        return Ready(program, kernels)
+
+
+OPERATION = AttentionBackward()
+
+
+def _readable(name: str, t: Tensor | None) -> bool:
+    """Whether kernels can read a tensor as it lies. What autograd makes is often expanded, as sums make it."""
+    if t is None or name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        return True
+    if name in ("lse", "dlse"):
+        return t.is_contiguous()
+    return is_aligned(t) and (name != "dout" or mappable(t))
+
+
+def _handle(text: str) -> str:
+    """The handle of a spec that has backward kernels; "" for one that says nothing of them."""
+    if not text:
+        return ""
+    from flashgen.runtime.ops.attention.parameters import check_unchanged, specs_of  # bundles serve without specs
+
+    check_unchanged(text)
+    handle, specs = specs_of(text)
+    return handle if any(op_of(spec) == ATTENTION_BACKWARD.name for spec in specs) else ""

@@ -1,0 +1,104 @@
+"""The gradients of attention in fp64, from the formulas; and torch's own, by autograd of plain attention in the inputs'
+dtype: the yardstick.
+
+With P the softmax, of each head: dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dQ = scale * dS K and
+dK = scale * dS^T Q, where delta = rowsum(dO * O) - dlse. A row that sees no key has P = 0: it gets and gives zeros.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashgen.runtime.verify.compare import Expected, Truth
+from flashgen.runtime.verify.expression_mods import BlockOffset, ExpressionMods
+from flashgen.runtime.verify.reference import CHUNK_SCORES, _block_lowprec, _matmul, visible
+
+# Of the products that make dP and delta, whose difference may cancel: what sums in fp32 lose, for vectors of length 1.
+FP32_SUMS = 2.0**-22
+_PLAIN = ExpressionMods()
+
+# (queries, dout [b, h_kv, group, rows, d], dlse [b, h_kv, group, rows] or None, keys, values [b, h_kv, n, d], mask
+# [rows, n], scale) -> dq, dk, dv in the forms of queries, keys and values
+_Block = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, dlse: Tensor | None = None, plain: bool = False,
+              causal: bool | str = False, window: tuple[int, int] = (-1, -1), softmax_scale: float | None = None,
+              cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None) -> Gradients:
+    """(dq, dk, dv) in fp64, in the shapes of q, k and v, dense or varlen. `plain`: torch's own, in q's dtype.
+
+    Rows that belong to no sequence get zeros, whatever they hold.
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    made = tuple(torch.zeros(t.shape, dtype=torch.float64, device=q.device) for t in (q, k, v))
+    starts: tuple[list[int], list[int]] | None = None
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None:
+        starts = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
+    for i in range(q.shape[0] if starts is None else len(starts[0]) - 1):
+        rows, keys = (i, i) if starts is None else (slice(*side[i:i + 2]) for side in starts)
+        dlse_part = None if dlse is None else dlse[i] if starts is None else dlse[:, rows]
+        _sequence(dout[rows], q[rows], k[keys], v[keys], dlse_part, [made[0][rows], made[1][keys], made[2][keys]],
+                  _block_plain if plain else _block_fp64, q.dtype if plain else torch.float64, scale,
+                  {"causal": causal, "window": window, "device": q.device})
+    dq, dk, dv = (t.to(q.dtype) if plain else t for t in made)
+    return dq, dk, dv
+
+
+def _sequence(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None, made: list[Tensor], block: _Block,
+              dtype: torch.dtype, scale: float, mask: dict[str, Any]) -> None:
+    """Add one sequence to `made`, a few query rows at a time and in fp64: torch's own sums keep fp32 in one product, so
+    its yardstick must not pay for chunks."""
+    (seqlen_q, num_heads_q, _), (seqlen_kv, num_heads_kv, _) = q.shape, k.shape
+    if 0 in (seqlen_q, seqlen_kv, num_heads_q):
+        return
+    step = min(seqlen_q, max(1, CHUNK_SCORES // (num_heads_q * seqlen_kv)))
+    keys, values = (x[None].to(dtype).transpose(1, 2) for x in (k, v))
+    for first in range(0, seqlen_q, step):
+        rows = slice(first, min(first + step, seqlen_q))
+        # query head h reads kv head h // group, so a kv head's queries lie side by side
+        queries, douts = (x[None, rows].to(dtype).unflatten(2, (num_heads_kv, -1)).permute(0, 2, 3, 1, 4)
+                          for x in (q, dout))
+        dlses = None if dlse is None else dlse[None, :, rows].to(dtype).unflatten(1, (num_heads_kv, -1))
+        seen = visible(seqlen_q, seqlen_kv, first=rows.start, last=rows.stop, **mask)
+        dq, dk, dv = block(queries, douts, dlses, keys, values, seen, scale)
+        made[0][rows] = dq[0].permute(2, 0, 1, 3).flatten(1, 2).double()
+        made[1].add_(dk[0].transpose(0, 1).double())
+        made[2].add_(dv[0].transpose(0, 1).double())
+
+
+def _block_fp64(queries: Tensor, dout: Tensor, dlse: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor,
+                scale: float) -> Gradients:
+    scores = (_matmul(queries, keys.mT) * scale).masked_fill(~mask, -torch.inf)
+    probs = torch.softmax(scores, -1).masked_fill(~mask, 0.0)  # a row without keys: NaN -> 0
+    delta = (dout * _matmul(probs, values)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse[..., None]
+    dscores = (probs * (_matmul(dout, values.mT) - delta)).masked_fill(~mask, 0.0)
+    return _matmul(dscores, keys) * scale, _summed(dscores, queries) * scale, _summed(probs, dout)
+
+
+def _summed(weights: Tensor, rows: Tensor) -> Tensor:
+    """weights^T @ rows, over the rows of all heads of a group: [b, h_kv, n, d]."""
+    return weights.flatten(2, 3).mT @ rows.flatten(2, 3)
+
+
+def _block_plain(queries: Tensor, dout: Tensor, dlse: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor,
+                 scale: float) -> Gradients:
+    with torch.enable_grad():
+        leaves = tuple(x.detach().requires_grad_() for x in (queries, keys, values))
+        queries, keys, values = leaves
+        results = _block_lowprec(queries, keys, values, mask, scale, _PLAIN, BlockOffset(*mask.shape))
+        count = 1 if dlse is None else 2
+        dq, dk, dv = torch.autograd.grad(results[:count], leaves, (dout, dlse)[:count])
+    return dq, dk, dv
+
+
+def expected(exact: Gradients, plain: Gradients, noise: tuple[float, float, float]) -> Truth:
+    """What `gradients` gave, as the comparison takes it. `noise`: what sums in fp32 may add to the error of each."""
+    axes = ("batch", "row", "head", "column") if exact[0].dim() == 4 else ("token", "head", "column")
+    return {name: Expected(right, axes, own, extra)
+            for name, right, own, extra in zip(("dq", "dk", "dv"), exact, plain, noise, strict=True)}
