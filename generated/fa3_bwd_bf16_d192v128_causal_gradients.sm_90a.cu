@@ -116,7 +116,8 @@ constexpr int ROW_BYTES = 4 * BLOCK_M;  // of -lse or -delta of a query tile
 static_assert(SMEM_V - SMEM_K >= KeyTile::BYTES && SMEM_Q - SMEM_V >= ValueTile::BYTES, "as in the map");
 static_assert(SMEM_DOUT - SMEM_Q >= Q_STAGES * QueryTile::BYTES, "as in the map");
 static_assert(SMEM_DS - SMEM_DOUT >= DOUT_STAGES * DoutTile::BYTES, "as in the map");
-static_assert(SMEM_P - SMEM_DS >= 2 * DsTile::BYTES && SMEM_LSE - SMEM_P >= P_STAGES * P_BYTES, "as in the map");
+static_assert(SMEM_P - SMEM_DS >= 2 * DsTile::BYTES, "as in the map");
+static_assert(SMEM_LSE - SMEM_P >= P_STAGES * P_BYTES, "as in the map");
 static_assert(BLOCK_M == 64 && BLOCK_N == 64, "the rows of a warpgroup: keys of S, queries of dQ");
 static_assert(Q_STAGES == 2 && DOUT_STAGES == 2 && P_STAGES <= 2, "stages follow from a step's number");
 
@@ -197,24 +198,25 @@ struct KeyBlock {
 };
 FG_DEVICE KeyBlock& block_of(unsigned char* smem) { return *reinterpret_cast<KeyBlock*>(smem + SMEM_BLOCK); }
 
-// The queries that see a key. None see keys that do not exist.
+// The queries that see a key: of keys that do not exist, no query.
 FG_DEVICE QueryRange queries_of_key(const Params& p, const KeyTileCoord& w, int kv_pos) {
   return kv_pos < w.seqlen_kv ? seeing_queries(p, kv_pos, w.seqlen_q, w.seqlen_kv) : QueryRange{0, 0};
 }
 
-// Blocks in their order: sections of heads, in a section the first tiles of all its heads first, which under a
-// causal mask are the longest. By a whole warp.
+// Blocks in their order: sections of heads, in a section the first tiles of all its heads first, which under
+// a causal mask are the longest. By a whole warp.
 FG_DEVICE KeyBlock key_block(const Params& p, int block) {
   const int section = block / p.section_blocks, place = block % p.section_blocks;
   const int first_head = section * p.heads_per_section;
-  const int heads = min_int(p.heads_per_section, p.num_heads - first_head);  // the last section may have fewer
+  const int heads = min_int(p.heads_per_section, p.num_heads - first_head);  // the last one may have fewer
   KeyBlock b;
   b.tile = key_tile_coord(p, place / heads, first_head + place % heads);
   const int first = b.tile.n_tile * BLOCK_N, last = min_int(first + BLOCK_N, b.tile.seqlen_kv) - 1;
   b.steps = 0;
   if (first > last) return b;
   const int seqlen_q = b.tile.seqlen_q;
-  b.queries = query_tiles<BLOCK_M>(queries_of_key(p, b.tile, first), queries_of_key(p, b.tile, last), seqlen_q);
+  b.queries = query_tiles<BLOCK_M>(queries_of_key(p, b.tile, first), queries_of_key(p, b.tile, last),
+                                   seqlen_q);
   // Rows past the end may be another sequence's, and NaN.
   b.queries.full_end = clamp_int(seqlen_q / BLOCK_M, b.queries.full_begin, b.queries.full_end);
   if (last - first + 1 < BLOCK_N) b.queries.full_end = b.queries.full_begin;  // some of its keys do not exist
@@ -236,7 +238,7 @@ FG_DEVICE QueryWalk first_query_tile(const Params& p, unsigned char* smem) {
   const KeyBlock& b = block_of(smem);
   return {b.queries.begin, b.tile.head_kv * p.heads_per_kv_head};
 }
-// What a consumer knows of a query tile: its number, and whether a query of it does not see a key of the block.
+// What a consumer knows of a query tile: its number, and whether a query of it does not see some key.
 constexpr int MASKED = 1;
 FG_DEVICE int tile_word_of(unsigned char* smem, int m_tile) {
   const QueryTiles& tiles = block_of(smem).queries;
@@ -268,7 +270,8 @@ FG_DEVICE void load_query_rows(unsigned char* tile, const TensorMap* map, unsign
   mbarrier_arrive_expect_tx(full, Tile::BYTES + ROW_BYTES);
 #pragma unroll
   for (int chunk = 0; chunk < Tile::CHUNKS; chunk += Tile::PANEL_CHUNKS)
-    tma_load_4d(tile + Tile::step(0, chunk), map, full, chunk * ELEMENTS_PER_CHUNK, row, head, batch, EVICT_LAST);
+    tma_load_4d(tile + Tile::step(0, chunk), map, full, chunk * ELEMENTS_PER_CHUNK, row, head, batch,
+                EVICT_LAST);
   bulk_load(numbers, from, ROW_BYTES, full);
 }
 
@@ -282,24 +285,26 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
     reinterpret_cast<int*>(smem + SMEM_TILES)[queries.stage] = tile_word_of(smem, walk.m_tile);
     int landed = Q_FULL;
     load_query_rows<QueryTile>(smem + SMEM_Q + queries.stage * QueryTile::BYTES, &p.q_map,
-                               smem + SMEM_LSE + queries.stage * ROW_BYTES, p.neg_lse + query_place(p, smem, walk),
-                               barriers + landed + queries.stage, map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q,
-                               map_batch(w));
+                               smem + SMEM_LSE + queries.stage * ROW_BYTES,
+                               p.neg_lse + query_place(p, smem, walk), barriers + landed + queries.stage,
+                               map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q, map_batch(w));
     queries.advance();
   };
   const auto load_dout = [&] {
     douts.wait_empty(barriers + DOUT_EMPTY);
     int landed = DOUT_FULL;
     load_query_rows<DoutTile>(smem + SMEM_DOUT + douts.stage * DoutTile::BYTES, &p.dout_map,
-                              smem + SMEM_DELTA + douts.stage * ROW_BYTES, p.neg_delta + query_place(p, smem, walk),
-                              barriers + landed + douts.stage, map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q,
-                              map_batch(w));
+                              smem + SMEM_DELTA + douts.stage * ROW_BYTES,
+                              p.neg_delta + query_place(p, smem, walk), barriers + landed + douts.stage,
+                              map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q, map_batch(w));
     douts.advance();
   };
   const int key_row = map_kv_row(w) + w.n_tile * BLOCK_N;
-  load_panels<KeyTile>(smem + SMEM_K, &p.k_map, barriers + K_FULL, key_row, w.head_kv, map_batch(w), EVICT_FIRST);
+  load_panels<KeyTile>(smem + SMEM_K, &p.k_map, barriers + K_FULL, key_row, w.head_kv, map_batch(w),
+                       EVICT_FIRST);
   load_queries();
-  load_panels<ValueTile>(smem + SMEM_V, &p.v_map, barriers + V_FULL, key_row, w.head_kv, map_batch(w), EVICT_FIRST);
+  load_panels<ValueTile>(smem + SMEM_V, &p.v_map, barriers + V_FULL, key_row, w.head_kv, map_batch(w),
+                         EVICT_FIRST);
   for (int left = block_of(smem).steps; left > 0; --left) {
     load_dout();
     walk.advance(smem);
@@ -307,8 +312,8 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   }
 }
 
-// ---- two consumer warpgroups share the 64 keys of a block: one makes P and dV, the other dS and dK, and each
-// some columns of dQ. Scores are transposed: a row is a key.
+// ---- two consumer warpgroups share the 64 keys of a block: one makes P and dV, the other dS and dK, and
+// each some columns of dQ. Scores are transposed: a row is a key.
 // What both have. Stages and phases follow from the number of a step: rings have two stages, or one.
 struct Consumer {
   unsigned char* smem;
@@ -331,7 +336,7 @@ struct Consumer {
   FG_DEVICE const unsigned char* numbers(int region, int step) const {
     return smem + region + (step & 1) * ROW_BYTES + lane % 4 * 8;
   }
-  // This thread's place in P, which passes in the order of fragments: [8 or 16 queries][128 threads][16 bytes].
+  // This thread's place in P, which passes in the order of fragments: [groups][128 threads][16 bytes].
   FG_DEVICE Chunk* p_fragments(int step) const {
     return reinterpret_cast<Chunk*>(smem + SMEM_P + (step & (P_STAGES - 1)) * P_BYTES) + threadIdx.x % 128;
   }

@@ -3,6 +3,7 @@
 #pragma once
 #include "flashgen/gemm_async.cuh"
 #include "flashgen/ptx/math.cuh"
+#include "flashgen/ptx/wgmma_shapes.cuh"
 #include "flashgen/query_range.cuh"
 
 template <class ATile, class BTile, int FIRST, int K_STEPS, class Element, int N>
