@@ -20,8 +20,6 @@ class BwdTileRow(Row):
     blocks_per_sm: int = 1
 
 
-WINDOW = frozenset({"window"})
-
 _hopper = functools.partial(BwdTileRow, targets=HOPPER, source=(
     "the largest tile that 255 registers and 227 KiB of shared memory hold; not timed"))
 _b200 = functools.partial(BwdTileRow, targets=B200, source=(
@@ -43,8 +41,7 @@ _ROWS: tuple[BwdTileRow, ...] = (
     _b200(96, 96, m=64, n=128, warps=8, key_warps=4, stages=2),
     _b200(192, 128, m=64, n=96, warps=8, key_warps=2, stages=2),
     _b200(192, 192, m=64, n=64, warps=8, key_warps=2, stages=2),
-    _b200(256, 256, masks=WINDOW, m=64, n=32, warps=8, key_warps=2, stages=2),
-    _b200(256, 256, m=64, n=64, warps=8, key_warps=2, stages=2),
+    _b200(256, 256, m=64, n=32, warps=8, key_warps=2, stages=2),
     _a100(32, 32, m=128, n=128, warps=8, key_warps=4, stages=2),
     _a100(64, 64, m=128, n=128, warps=8, key_warps=4, stages=1),
     _a100(96, 96, m=64, n=128, warps=8, key_warps=4, stages=2),
