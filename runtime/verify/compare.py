@@ -30,6 +30,7 @@ class Expected:
     plain: Tensor | None = None  # torch's own answer in the output's dtype: the yardstick of a kernel's error
     # The error allowed besides: without a yardstick, FIXED_RELATIVE of the value, in fp32; with one, what that allows.
     absolute: float = 0.0
+    sizes: Tensor | None = None  # of what each value is the sum, without signs: where sums cancel, the measure of rows
 
 
 Truth = Mapping[str, Expected]          # by name of the output
@@ -123,6 +124,7 @@ class _Judge:
         if error.max().item() > allowed:
             self.fail(what, error, out, expected, f"error {error.max().item():.3e}",
                       f"{allowed:.3e} = {OUT_FACTOR:g} * torch's plain attention + {absolute:g}")
+        size = size if expected.sizes is None else expected.sizes
         row_size = size.amax(-1, keepdim=True).clamp_min(max(ROW_FLOOR * size.max().item(), OUT_ABSOLUTE))
         row_error, row_allowed = error / row_size, OUT_FACTOR * (plain_error / row_size).max().item()
         excess = (error - absolute) / row_size
