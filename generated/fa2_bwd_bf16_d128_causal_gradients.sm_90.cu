@@ -46,7 +46,8 @@ constexpr int SMEM_DOUT = 98304;  // 32768: as many of the gradients of their ou
 constexpr int SMEM_P = 131072;  // 16384: P of a step, keys as rows
 constexpr int SMEM_DS = 147456;  // 16384: dS of a step, keys as rows
 constexpr int SMEM_ROWS = 163840;  // 1024: -lse and -delta of each stage's queries
-constexpr int SMEM_BYTES = 164864;
+constexpr int SMEM_WORK = 164864;  // 32: which sequence, head and key tile this block has
+constexpr int SMEM_BYTES = 164896;
 
 struct Params {
   const Element* q;  // [batch, seqlen_q, num_heads_q, head_dim_qk]
@@ -90,7 +91,7 @@ static_assert(SMEM_DOUT - SMEM_Q >= NUM_STAGES * QueryTile::BYTES, "map and tile
 static_assert(SMEM_P - SMEM_DOUT >= NUM_STAGES * DoutTile::BYTES, "map and tiles agree");
 static_assert(SMEM_DS - SMEM_P >= PairTile::BYTES, "map and tiles agree");
 static_assert(SMEM_ROWS - SMEM_DS >= PairTile::BYTES, "map and tiles agree");
-static_assert(SMEM_BYTES - SMEM_ROWS >= NUM_STAGES * 2 * BLOCK_M * sizeof(float), "map and tiles agree");
+static_assert(SMEM_WORK - SMEM_ROWS >= NUM_STAGES * 2 * BLOCK_M * sizeof(float), "map and tiles agree");
 
 // key_layout: dense. k [batch, seqlen_kv, num_heads_kv, head_dim_qk]; v, dk and dv likewise.
 struct KeyTileCoord {
@@ -151,6 +152,8 @@ FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
     for (int i = 0; i < 4; ++i) x[0][n][i] = group[n * 512 + lane_offset + i * WARP_SIZE];
 }
 
+static_assert(SMEM_BYTES - SMEM_WORK >= sizeof(KeyTileCoord), "map and tiles agree");
+
 // Starts the copies of a query tile: its rows of q and dout, and their lse and delta.
 FG_DEVICE void load_queries(const Params& p, const KeyTileCoord& work, unsigned char* smem, int stage, int head,
                             int m_tile) {
@@ -182,11 +185,15 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
   const int valid_keys = min_int(work.seqlen_kv - key_start, BLOCK_N);
   if (valid_keys <= 0) return;
   unsigned char* const smem = dyn_smem();
-  const auto seen_by = [&](int key) { return seeing_queries(p, key, work.seqlen_q, work.seqlen_kv); };
-  const QueryTiles tiles =
-      query_tiles<BLOCK_M>(seen_by(key_start), seen_by(key_start + valid_keys - 1), work.seqlen_q);
-  const auto seen_by_existing = [&](int key) {
-    return key < work.seqlen_kv ? seen_by(key) : QueryRange{0, 0};
+  const QueryTiles tiles = query_tiles<BLOCK_M>(
+      seeing_queries(p, key_start, work.seqlen_q, work.seqlen_kv),
+      seeing_queries(p, key_start + valid_keys - 1, work.seqlen_q, work.seqlen_kv), work.seqlen_q);
+  // The loop and the epilogue read the coordinates from shared memory: they have no registers to spare.
+  const KeyTileCoord& work_smem = *reinterpret_cast<const KeyTileCoord*>(smem + SMEM_WORK);
+  if (threadIdx.x == 0) *reinterpret_cast<KeyTileCoord*>(smem + SMEM_WORK) = work;
+  const auto seen_by = [&](int key) {
+    return key < work_smem.seqlen_kv ? seeing_queries(p, key, work_smem.seqlen_q, work_smem.seqlen_kv)
+                                     : QueryRange{0, 0};
   };
 
   // Warps divide keys, and what a product has beside: queries of S and dP, columns of dK and dV.
@@ -207,35 +214,36 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
   clear(dv);
 
   // ---- one step for each query tile of each query head of the kv head
-  int steps = (tiles.end - tiles.begin) * p.heads_per_kv_head;
-  int head = work.head_kv * p.heads_per_kv_head, m_tile = tiles.begin;
-  int load_head = head, load_tile_idx = m_tile, stage = 0;
-  const auto load_next = [&](int to_stage) {
-    load_queries(p, work, smem, to_stage, load_head, load_tile_idx);
-    if (++load_tile_idx == tiles.end) {
-      load_tile_idx = tiles.begin;
-      ++load_head;
-    }
+  int head = work.head_kv * p.heads_per_kv_head, m_tile = tiles.begin, stage = 0;
+  const int head_end = tiles.begin < tiles.end ? head + p.heads_per_kv_head : head;
+  const auto advance = [&] {
+    const bool last = m_tile + 1 == tiles.end;
+    m_tile = last ? tiles.begin : m_tile + 1;
+    head += last;
   };
-  if (steps > 0) {
+  if (head < head_end) {
     load_tile<KeyTile, HEAD_DIM_QK, NUM_THREADS>(
         smem + SMEM_K, k_rows(p, work) + key_start * p.k_row_stride, p.k_row_stride, valid_keys);
     load_tile<ValueTile, HEAD_DIM_V, NUM_THREADS>(
         smem + SMEM_V, v_rows(p, work) + key_start * p.v_row_stride, p.v_row_stride, valid_keys);
-    load_next(0);
+    load_queries(p, work, smem, 0, head, m_tile);
     cp_async_commit();
   }
-  for (; steps > 0; --steps) {
+  while (head < head_end) {
     cp_async_wait<0>();
     sync_block();  // the tile is there for all warps, and all are done with what the last step read
-    if (NUM_STAGES > 1 && steps > 1) load_next(stage ^ 1);
-    cp_async_commit();
+    const int this_head = head, this_tile = m_tile;
+    advance();
+    if (NUM_STAGES > 1 && head < head_end) {
+      load_queries(p, work_smem, smem, stage ^ 1, head, m_tile);
+      cp_async_commit();
+    }
     const unsigned char* const queries = smem + SMEM_Q + stage * QueryTile::BYTES;
     const unsigned char* const douts = smem + SMEM_DOUT + stage * DoutTile::BYTES;
     const float* const neg_lse = reinterpret_cast<const float*>(smem + SMEM_ROWS) + stage * (2 * BLOCK_M);
     const float* const neg_delta = neg_lse + BLOCK_M;
-    const bool masked = m_tile < tiles.full_begin || m_tile >= tiles.full_end || valid_keys < BLOCK_N;
-    const int first_key = key_start + lane_key, first_query = m_tile * BLOCK_M + lane_query;
+    const bool masked = this_tile < tiles.full_begin || this_tile >= tiles.full_end || valid_keys < BLOCK_N;
+    const int first_key = key_start + lane_key, first_query = this_tile * BLOCK_M + lane_query;
 
     // P = exp(S - lse)
     float s[KEY_FRAGMENTS][WARP_QUERIES / 8][4], ds[KEY_FRAGMENTS][WARP_QUERIES / 8][4];
@@ -243,7 +251,7 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
                                          lane % 8 + lane / 16 * 8, lane / 8 % 2);
     gemm_scores<MMA_COLS_QK / 16, Element>(s, keys, query_rows);
     exponentiate(s, neg_lse + lane_query, p.scale_log2);
-    if (masked) zero_masked(s, first_key, first_query, seen_by_existing);
+    if (masked) zero_masked(s, first_key, first_query, seen_by);
     store_fragments<PairTile, Element>(smem + SMEM_P, s, lane_key, warp_query / 8);
 
     // dS = P * (dP - delta)
@@ -251,7 +259,7 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
                                             lane % 8 + lane / 16 * 8, lane / 8 % 2);
     gemm_scores<MMA_COLS_V / 16, Element>(ds, values, dout_rows_view);
     differentiate(ds, s, neg_delta + lane_query);
-    if (masked) zero_masked(ds, first_key, first_query, seen_by_existing);
+    if (masked) zero_masked(ds, first_key, first_query, seen_by);
     store_fragments<PairTile, Element>(smem + SMEM_DS, ds, lane_key, warp_query / 8);
     sync_block();  // P and dS are there for all warps
 
@@ -261,23 +269,19 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
       float dq[DQ_FRAGMENTS][2 * DQ_BLOCKS][4];
       clear(dq);
       gemm_rows<BLOCK_N / 16, Element>(dq, ds_by_query, dq_keys);
-      float* const sums = p.dq_accum + ((int64_t)head * p.q_tiles + work.first_q_tile + m_tile) *
+      float* const sums = p.dq_accum + ((int64_t)this_head * p.q_tiles + work_smem.first_q_tile + this_tile) *
                                            (BLOCK_M * MMA_COLS_QK);
       add_dq<MMA_COLS_QK, DQ_ROW_WARPS, DQ_COL_WARPS>(sums, dq, dq_row_warp, dq_col_warp);
     }
     const DealtColumns<QueryTile, QUERY_WARPS> query_columns(queries, query_warp, lane);
     gemm_rows<BLOCK_M / 16, Element>(dk, ds_operand, query_columns);
 
-    if (NUM_STAGES == 1 && steps > 1) {
+    if (NUM_STAGES == 1 && head < head_end) {
       sync_block();  // all warps are done with the tile
-      load_next(0);
+      load_queries(p, work_smem, smem, 0, head, m_tile);
       cp_async_commit();
     }
     if (NUM_STAGES > 1) stage ^= 1;
-    if (++m_tile == tiles.end) {
-      m_tile = tiles.begin;
-      ++head;
-    }
   }
 
   // ---- epilogue: the shared memory of keys and values now carries their gradients
@@ -285,8 +289,8 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
   store_dealt<KeyTile, QUERY_WARPS, Element>(smem + SMEM_K, dk, lane_key, query_warp, p.softmax_scale);
   store_dealt<ValueTile, QUERY_WARPS, Element>(smem + SMEM_V, dv, lane_key, query_warp, 1.0f);
   sync_block();
-  store_tile<KeyTile, HEAD_DIM_QK, NUM_THREADS>(dk_rows(p, work) + key_start * p.dk_row_stride,
+  store_tile<KeyTile, HEAD_DIM_QK, NUM_THREADS>(dk_rows(p, work_smem) + key_start * p.dk_row_stride,
                                                 p.dk_row_stride, smem + SMEM_K, valid_keys);
-  store_tile<ValueTile, HEAD_DIM_V, NUM_THREADS>(dv_rows(p, work) + key_start * p.dv_row_stride,
+  store_tile<ValueTile, HEAD_DIM_V, NUM_THREADS>(dv_rows(p, work_smem) + key_start * p.dv_row_stride,
                                                  p.dv_row_stride, smem + SMEM_V, valid_keys);
 }

@@ -115,10 +115,12 @@ using DoutTile = TileShape<BLOCK_M, SMEM_COLS_V>;
 using DsTile = TileShape<BLOCK_M, BLOCK_N>;
 constexpr int ROW_BYTES = 4 * BLOCK_M;       // of -lse or -delta of a query tile
 constexpr int DQ_BYTES = 64 * 4 * DQ_COLS;   // of a warpgroup's part of a tile of dQ: fp32, in fragment order
-static_assert(SMEM_V - SMEM_K >= KeyTile::BYTES && SMEM_Q - SMEM_V >= ValueTile::BYTES, "map and tiles agree");
+static_assert(SMEM_V - SMEM_K >= KeyTile::BYTES, "map and tiles agree");
+static_assert(SMEM_Q - SMEM_V >= ValueTile::BYTES, "map and tiles agree");
 static_assert(SMEM_DOUT - SMEM_Q >= Q_STAGES * QueryTile::BYTES, "map and tiles agree");
 static_assert(SMEM_DS - SMEM_DOUT >= DOUT_STAGES * DoutTile::BYTES, "map and tiles agree");
-static_assert(SMEM_DQ - SMEM_DS >= 2 * DsTile::BYTES && SMEM_LSE - SMEM_DQ >= 2 * DQ_BYTES, "map and tiles agree");
+static_assert(SMEM_DQ - SMEM_DS >= 2 * DsTile::BYTES, "map and tiles agree");
+static_assert(SMEM_LSE - SMEM_DQ >= 2 * DQ_BYTES, "map and tiles agree");
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DOUT_STAGES & (DOUT_STAGES - 1)) == 0, "powers of two");
 
 // key_layout: dense. k [batch, seqlen_kv, num_heads_kv, head_dim_qk]; v, dk and dv likewise.
@@ -203,19 +205,20 @@ FG_DEVICE QueryRange queries_of_key(const Params& p, const KeyTileCoord& w, int 
   return kv_pos < w.seqlen_kv ? seeing_queries(p, kv_pos, w.seqlen_q, w.seqlen_kv) : QueryRange{0, 0};
 }
 
-// Blocks in their order: sections of heads, in a section the first tiles of all its heads first, which under a
-// causal mask are the longest. By a whole warp.
+// Blocks in their order: sections of heads, in a section the first tiles of all its heads first, which under
+// a causal mask are the longest. By a whole warp.
 FG_DEVICE KeyBlock key_block(const Params& p, int block) {
   const int section = block / p.section_blocks, place = block % p.section_blocks;
   const int first_head = section * p.heads_per_section;
-  const int heads = min_int(p.heads_per_section, p.num_heads - first_head);  // the last section may have fewer
+  const int heads = min_int(p.heads_per_section, p.num_heads - first_head);  // the last one may have fewer
   KeyBlock b;
   b.tile = key_tile_coord(p, place / heads, first_head + place % heads);
   const int first = b.tile.n_tile * BLOCK_N, last = min_int(first + BLOCK_N, b.tile.seqlen_kv) - 1;
   b.steps = 0;
   if (first > last) return b;
   const int seqlen_q = b.tile.seqlen_q;
-  b.queries = query_tiles<BLOCK_M>(queries_of_key(p, b.tile, first), queries_of_key(p, b.tile, last), seqlen_q);
+  b.queries = query_tiles<BLOCK_M>(queries_of_key(p, b.tile, first), queries_of_key(p, b.tile, last),
+                                   seqlen_q);
   // Rows past the end may be another sequence's, and NaN.
   b.queries.full_end = clamp_int(seqlen_q / BLOCK_M, b.queries.full_begin, b.queries.full_end);
   if (last - first + 1 < BLOCK_N) b.queries.full_end = b.queries.full_begin;  // some of its keys do not exist
@@ -237,7 +240,7 @@ FG_DEVICE QueryWalk first_query_tile(const Params& p, unsigned char* smem) {
   const KeyBlock& b = block_of(smem);
   return {b.queries.begin, b.tile.head_kv * p.heads_per_kv_head};
 }
-// What a consumer knows of a query tile: its number, and whether a query of it does not see a key of the block.
+// What a consumer knows of a query tile: its number, and whether a query of it does not see some key.
 constexpr int MASKED = 1;
 FG_DEVICE int tile_word_of(unsigned char* smem, int m_tile) {
   const QueryTiles& tiles = block_of(smem).queries;
@@ -269,7 +272,8 @@ FG_DEVICE void load_query_rows(unsigned char* tile, const TensorMap* map, unsign
   mbarrier_arrive_expect_tx(full, Tile::BYTES + ROW_BYTES);
 #pragma unroll
   for (int chunk = 0; chunk < Tile::CHUNKS; chunk += Tile::PANEL_CHUNKS)
-    tma_load_4d(tile + Tile::step(0, chunk), map, full, chunk * ELEMENTS_PER_CHUNK, row, head, batch, EVICT_LAST);
+    tma_load_4d(tile + Tile::step(0, chunk), map, full, chunk * ELEMENTS_PER_CHUNK, row, head, batch,
+                EVICT_LAST);
   bulk_load(numbers, from, ROW_BYTES, full);
 }
 
@@ -281,24 +285,28 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   const auto load_queries = [&] {
     queries.wait_empty(barriers + Q_EMPTY);
     reinterpret_cast<int*>(smem + SMEM_TILES)[queries.stage] = tile_word_of(smem, walk.m_tile);
+    int landed = Q_FULL;
     load_query_rows<QueryTile>(smem + SMEM_Q + queries.stage * QueryTile::BYTES, &p.q_map,
-                               smem + SMEM_LSE + queries.stage * ROW_BYTES, p.neg_lse + query_place(p, smem, walk),
-                               barriers + Q_FULL + queries.stage, map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q,
-                               map_batch(w));
+                               smem + SMEM_LSE + queries.stage * ROW_BYTES,
+                               p.neg_lse + query_place(p, smem, walk), barriers + landed + queries.stage,
+                               map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q, map_batch(w));
     queries.advance();
   };
   const auto load_dout = [&] {
     douts.wait_empty(barriers + DOUT_EMPTY);
+    int landed = DOUT_FULL;
     load_query_rows<DoutTile>(smem + SMEM_DOUT + douts.stage * DoutTile::BYTES, &p.dout_map,
-                              smem + SMEM_DELTA + douts.stage * ROW_BYTES, p.neg_delta + query_place(p, smem, walk),
-                              barriers + DOUT_FULL + douts.stage, map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q,
-                              map_batch(w));
+                              smem + SMEM_DELTA + douts.stage * ROW_BYTES,
+                              p.neg_delta + query_place(p, smem, walk), barriers + landed + douts.stage,
+                              map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q, map_batch(w));
     douts.advance();
   };
   const int key_row = map_kv_row(w) + w.n_tile * BLOCK_N;
-  load_panels<KeyTile>(smem + SMEM_K, &p.k_map, barriers + K_FULL, key_row, w.head_kv, map_batch(w), EVICT_FIRST);
+  load_panels<KeyTile>(smem + SMEM_K, &p.k_map, barriers + K_FULL, key_row, w.head_kv, map_batch(w),
+                       EVICT_FIRST);
   load_queries();
-  load_panels<ValueTile>(smem + SMEM_V, &p.v_map, barriers + V_FULL, key_row, w.head_kv, map_batch(w), EVICT_FIRST);
+  load_panels<ValueTile>(smem + SMEM_V, &p.v_map, barriers + V_FULL, key_row, w.head_kv, map_batch(w),
+                         EVICT_FIRST);
   for (int left = block_of(smem).steps; left > 0; --left) {
     load_dout();
     walk.advance(smem);
@@ -353,12 +361,14 @@ FG_DEVICE void store_gradients(const Params& p, unsigned char* smem, float (&dk)
                                const float (&dv)[1][MMA_COLS_V / 8][4], int warpgroup) {
   const KeyTileCoord w = uniform_copy(block_of(smem).tile);
   const int first_row = warpgroup * 64 + threadIdx.x % 128 / WARP_SIZE * 16;
-  store_gradient<ValueTile, HEAD_DIM_V>(smem + SMEM_V, &p.dv_map, dv_rows(p, w), p.dv_row_stride, dv, w, first_row);
+  store_gradient<ValueTile, HEAD_DIM_V>(smem + SMEM_V, &p.dv_map, dv_rows(p, w), p.dv_row_stride, dv, w,
+                                        first_row);
 #pragma unroll
   for (int n = 0; n < MMA_COLS_QK / 8; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) dk[0][n][i] *= p.softmax_scale;
-  store_gradient<KeyTile, HEAD_DIM_QK>(smem + SMEM_K, &p.dk_map, dk_rows(p, w), p.dk_row_stride, dk, w, first_row);
+  store_gradient<KeyTile, HEAD_DIM_QK>(smem + SMEM_K, &p.dk_map, dk_rows(p, w), p.dk_row_stride, dk, w,
+                                       first_row);
   if (threadIdx.x % WARP_SIZE == 0) bulk_wait<0>();
 }
 
@@ -371,7 +381,8 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
   uint32_t packed_p[BLOCK_M / 16][4], ds[BLOCK_M / 16][4];
   // Operands whose contracted dimension runs along the columns do not look at the leading bytes, so one
   // descriptor serves a tile both ways.
-  const uint64_t k_desc = AlongColumns<KeyTile>::descriptor(smem + SMEM_K + warpgroup * 64 * KeyTile::ROW_BYTES);
+  const uint64_t k_desc =
+      AlongColumns<KeyTile>::descriptor(smem + SMEM_K + warpgroup * 64 * KeyTile::ROW_BYTES);
   const uint64_t v_desc =
       AlongColumns<ValueTile>::descriptor(smem + SMEM_V + warpgroup * 64 * ValueTile::ROW_BYTES);
   const uint64_t q_desc = AlongRows<QueryTile>::descriptor(smem + SMEM_Q);
@@ -399,7 +410,8 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
   };
   const auto start_dq = [&](int j) {
     mbarrier_wait_parity(barriers + DS_FULL + (j & 1), j >> 1 & 1);
-    issue_dq<DsTile, KeyTile, Element>(dq, wgmma_descriptor_advance<DsTile::BYTES>(dq_ds_desc, j & 1), dq_k_desc);
+    const uint64_t ds_now = wgmma_descriptor_advance<DsTile::BYTES>(dq_ds_desc, j & 1);
+    issue_dq<DsTile, KeyTile, Element>(dq, ds_now, dq_k_desc);
   };
   const auto hand_out_dq = [&](int j) {
     mbarrier_wait_parity(barriers + DQ_EMPTY + warpgroup, (j & 1) ^ 1);
@@ -421,8 +433,9 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
   mbarrier_wait_parity(barriers + V_FULL, 0);
 
   if (warpgroup == 1) bar_sync<STAGGER_BARRIER, 256>();  // half a step behind the other one, from here on
-  // There is no first step apart: step 0 multiplies a dS of zeros for step -1, and the last step issues scores
-  // of a tile that is there once more. (Peeled, or under a branch, ptxas runs products one after the other.)
+  // There is no first step apart: step 0 multiplies a dS of zeros for step -1, and the last step issues
+  // scores of a tile that is there once more. (Peeled, or under a branch, ptxas runs products one after the
+  // other.)
   const int* const tile_words = reinterpret_cast<const int*>(smem + SMEM_TILES);
 #pragma unroll 1
   for (int j = 0; j < steps; ++j) {

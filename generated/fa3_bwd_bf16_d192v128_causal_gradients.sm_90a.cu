@@ -4,7 +4,7 @@
 //
 // spec: name fa3_bwd; family fa3; pass bwd; dtype bf16; head_dim_qk 192; head_dim_v 128; causal True;
 //   kv_layout dense; score none; lse True; kernel gradients
-// slots: key_layout dense; coordinates dense; queries causal; dq_order vector
+// slots: key_layout dense; coordinates dense; queries causal; dq_order vector; p_precision fp32
 // roles: load 4 warps of 24 registers per thread; mma 8 warps of 240 registers per thread
 // grid: x = n_tiles * num_heads_kv * batch
 // tile: 64 queries x 64 keys: dK and dV of 64 keys take 128 registers of each mma thread at D256
@@ -24,6 +24,8 @@ constexpr int BLOCK_M = 64;  // queries per tile
 constexpr int BLOCK_N = 64;  // keys per block
 constexpr int Q_STAGES = 2;  // query tiles in shared memory
 constexpr int DOUT_STAGES = 2;  // tiles of dO, likewise
+constexpr int P_STAGES = 2;  // tiles of P on their way from one warpgroup to the other
+constexpr int P_BYTES = 16384;  // of one, fp32
 constexpr int NUM_THREADS = 384;  // with the producer warpgroup
 constexpr int LOAD_WARPS = 4;  // of the producer warpgroup
 constexpr int HEAD_DIM_QK = 192;  // columns of q and k in device memory
@@ -45,13 +47,13 @@ constexpr int SMEM_V = 24576;  // 16384: 64 values; at the end dV
 constexpr int SMEM_Q = 40960;  // 49152: 2 stages of 64 queries
 constexpr int SMEM_DOUT = 90112;  // 32768: 2 stages of 64 rows of dO
 constexpr int SMEM_DS = 122880;  // 16384: 2 stages of dS, a row for each query
-constexpr int SMEM_P = 139264;  // 16384: 2 stages of P, in the order of fragments
-constexpr int SMEM_LSE = 155648;  // 512: 2 stages of -lse in powers of two
-constexpr int SMEM_DELTA = 156160;  // 512: 2 stages of -delta
-constexpr int SMEM_TILES = 156672;  // 16: which query tile is in a stage, and whether it is masked
-constexpr int SMEM_BLOCK = 156688;  // 64: what the block has to do
-constexpr int SMEM_BARRIERS = 156752;  // 144: the mbarriers
-constexpr int SMEM_BYTES = 156896;
+constexpr int SMEM_P = 139264;  // 32768: 2 stages of P, in the order of fragments
+constexpr int SMEM_LSE = 172032;  // 512: 2 stages of -lse in powers of two
+constexpr int SMEM_DELTA = 172544;  // 512: 2 stages of -delta
+constexpr int SMEM_TILES = 173056;  // 16: which query tile is in a stage, and whether it is masked
+constexpr int SMEM_BLOCK = 173072;  // 64: what the block has to do
+constexpr int SMEM_BARRIERS = 173136;  // 144: the mbarriers
+constexpr int SMEM_BYTES = 173280;
 
 // mbarriers, by their place in region BARRIERS: [how many], arrivals that complete each: what that says
 constexpr int K_FULL = 0;  // [1], 1: the keys have landed
@@ -110,14 +112,14 @@ using ValueTile = TileShape<BLOCK_N, SMEM_COLS_V>;
 using QueryTile = TileShape<BLOCK_M, SMEM_COLS_QK>;
 using DoutTile = TileShape<BLOCK_M, SMEM_COLS_V>;
 using DsTile = TileShape<BLOCK_M, BLOCK_N>;
-constexpr int ROW_BYTES = 4 * BLOCK_M;          // of -lse or -delta of a query tile
-constexpr int P_BYTES = 2 * BLOCK_M * BLOCK_N;  // in the order of fragments
+constexpr int ROW_BYTES = 4 * BLOCK_M;  // of -lse or -delta of a query tile
 static_assert(SMEM_V - SMEM_K >= KeyTile::BYTES && SMEM_Q - SMEM_V >= ValueTile::BYTES, "as in the map");
 static_assert(SMEM_DOUT - SMEM_Q >= Q_STAGES * QueryTile::BYTES, "as in the map");
 static_assert(SMEM_DS - SMEM_DOUT >= DOUT_STAGES * DoutTile::BYTES, "as in the map");
-static_assert(SMEM_P - SMEM_DS >= 2 * DsTile::BYTES && SMEM_LSE - SMEM_P >= 2 * P_BYTES, "as in the map");
+static_assert(SMEM_P - SMEM_DS >= 2 * DsTile::BYTES, "as in the map");
+static_assert(SMEM_LSE - SMEM_P >= P_STAGES * P_BYTES, "as in the map");
 static_assert(BLOCK_M == 64 && BLOCK_N == 64, "the rows of a warpgroup: keys of S, queries of dQ");
-static_assert(Q_STAGES == 2 && DOUT_STAGES == 2, "the two stages of a step's number");
+static_assert(Q_STAGES == 2 && DOUT_STAGES == 2 && P_STAGES <= 2, "stages follow from a step's number");
 
 // key_layout: dense. k [batch, seqlen_kv, num_heads_kv, head_dim_qk]; v, dk and dv likewise.
 struct KeyTileCoord {
@@ -201,19 +203,20 @@ FG_DEVICE QueryRange queries_of_key(const Params& p, const KeyTileCoord& w, int 
   return kv_pos < w.seqlen_kv ? seeing_queries(p, kv_pos, w.seqlen_q, w.seqlen_kv) : QueryRange{0, 0};
 }
 
-// Blocks in their order: sections of heads, in a section the first tiles of all its heads first, which under a
-// causal mask are the longest. By a whole warp.
+// Blocks in their order: sections of heads, in a section the first tiles of all its heads first, which under
+// a causal mask are the longest. By a whole warp.
 FG_DEVICE KeyBlock key_block(const Params& p, int block) {
   const int section = block / p.section_blocks, place = block % p.section_blocks;
   const int first_head = section * p.heads_per_section;
-  const int heads = min_int(p.heads_per_section, p.num_heads - first_head);  // the last section may have fewer
+  const int heads = min_int(p.heads_per_section, p.num_heads - first_head);  // the last one may have fewer
   KeyBlock b;
   b.tile = key_tile_coord(p, place / heads, first_head + place % heads);
   const int first = b.tile.n_tile * BLOCK_N, last = min_int(first + BLOCK_N, b.tile.seqlen_kv) - 1;
   b.steps = 0;
   if (first > last) return b;
   const int seqlen_q = b.tile.seqlen_q;
-  b.queries = query_tiles<BLOCK_M>(queries_of_key(p, b.tile, first), queries_of_key(p, b.tile, last), seqlen_q);
+  b.queries = query_tiles<BLOCK_M>(queries_of_key(p, b.tile, first), queries_of_key(p, b.tile, last),
+                                   seqlen_q);
   // Rows past the end may be another sequence's, and NaN.
   b.queries.full_end = clamp_int(seqlen_q / BLOCK_M, b.queries.full_begin, b.queries.full_end);
   if (last - first + 1 < BLOCK_N) b.queries.full_end = b.queries.full_begin;  // some of its keys do not exist
@@ -235,7 +238,7 @@ FG_DEVICE QueryWalk first_query_tile(const Params& p, unsigned char* smem) {
   const KeyBlock& b = block_of(smem);
   return {b.queries.begin, b.tile.head_kv * p.heads_per_kv_head};
 }
-// What a consumer knows of a query tile: its number, and whether a query of it does not see a key of the block.
+// What a consumer knows of a query tile: its number, and whether a query of it does not see some key.
 constexpr int MASKED = 1;
 FG_DEVICE int tile_word_of(unsigned char* smem, int m_tile) {
   const QueryTiles& tiles = block_of(smem).queries;
@@ -267,7 +270,8 @@ FG_DEVICE void load_query_rows(unsigned char* tile, const TensorMap* map, unsign
   mbarrier_arrive_expect_tx(full, Tile::BYTES + ROW_BYTES);
 #pragma unroll
   for (int chunk = 0; chunk < Tile::CHUNKS; chunk += Tile::PANEL_CHUNKS)
-    tma_load_4d(tile + Tile::step(0, chunk), map, full, chunk * ELEMENTS_PER_CHUNK, row, head, batch, EVICT_LAST);
+    tma_load_4d(tile + Tile::step(0, chunk), map, full, chunk * ELEMENTS_PER_CHUNK, row, head, batch,
+                EVICT_LAST);
   bulk_load(numbers, from, ROW_BYTES, full);
 }
 
@@ -279,24 +283,28 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   const auto load_queries = [&] {
     queries.wait_empty(barriers + Q_EMPTY);
     reinterpret_cast<int*>(smem + SMEM_TILES)[queries.stage] = tile_word_of(smem, walk.m_tile);
+    int landed = Q_FULL;
     load_query_rows<QueryTile>(smem + SMEM_Q + queries.stage * QueryTile::BYTES, &p.q_map,
-                               smem + SMEM_LSE + queries.stage * ROW_BYTES, p.neg_lse + query_place(p, smem, walk),
-                               barriers + Q_FULL + queries.stage, map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q,
-                               map_batch(w));
+                               smem + SMEM_LSE + queries.stage * ROW_BYTES,
+                               p.neg_lse + query_place(p, smem, walk), barriers + landed + queries.stage,
+                               map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q, map_batch(w));
     queries.advance();
   };
   const auto load_dout = [&] {
     douts.wait_empty(barriers + DOUT_EMPTY);
+    int landed = DOUT_FULL;
     load_query_rows<DoutTile>(smem + SMEM_DOUT + douts.stage * DoutTile::BYTES, &p.dout_map,
-                              smem + SMEM_DELTA + douts.stage * ROW_BYTES, p.neg_delta + query_place(p, smem, walk),
-                              barriers + DOUT_FULL + douts.stage, map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q,
-                              map_batch(w));
+                              smem + SMEM_DELTA + douts.stage * ROW_BYTES,
+                              p.neg_delta + query_place(p, smem, walk), barriers + landed + douts.stage,
+                              map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q, map_batch(w));
     douts.advance();
   };
   const int key_row = map_kv_row(w) + w.n_tile * BLOCK_N;
-  load_panels<KeyTile>(smem + SMEM_K, &p.k_map, barriers + K_FULL, key_row, w.head_kv, map_batch(w), EVICT_FIRST);
+  load_panels<KeyTile>(smem + SMEM_K, &p.k_map, barriers + K_FULL, key_row, w.head_kv, map_batch(w),
+                       EVICT_FIRST);
   load_queries();
-  load_panels<ValueTile>(smem + SMEM_V, &p.v_map, barriers + V_FULL, key_row, w.head_kv, map_batch(w), EVICT_FIRST);
+  load_panels<ValueTile>(smem + SMEM_V, &p.v_map, barriers + V_FULL, key_row, w.head_kv, map_batch(w),
+                         EVICT_FIRST);
   for (int left = block_of(smem).steps; left > 0; --left) {
     load_dout();
     walk.advance(smem);
@@ -304,30 +312,33 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   }
 }
 
-// ---- two consumer warpgroups share the 64 keys of a block: one makes P and dV, the other dS and dK, and each
-// some columns of dQ. Scores are transposed: a row is a key.
-// What both have. Stages and phases follow from the number of a step: every ring has two stages.
+// ---- two consumer warpgroups share the 64 keys of a block: one makes P and dV, the other dS and dK, and
+// each some columns of dQ. Scores are transposed: a row is a key.
+// What both have. Stages and phases follow from the number of a step: rings have two stages, or one.
 struct Consumer {
   unsigned char* smem;
   uint64_t* barriers;
   int lane;
+  template <int STAGES = 2>
   FG_DEVICE void wait_full(int barrier, int step) const {
-    mbarrier_wait_parity(barriers + barrier + (step & 1), step >> 1 & 1);
+    mbarrier_wait_parity(barriers + barrier + (step & (STAGES - 1)), step >> (STAGES - 1) & 1);
   }
+  template <int STAGES = 2>
   FG_DEVICE void wait_empty(int barrier, int step) const {
-    mbarrier_wait_parity(barriers + barrier + (step & 1), (step >> 1 & 1) ^ 1);
+    mbarrier_wait_parity(barriers + barrier + (step & (STAGES - 1)), (step >> (STAGES - 1) & 1) ^ 1);
   }
+  template <int STAGES = 2>
   FG_DEVICE void arrive(int barrier, int step) const {
     sync_warp();  // what its lanes have read or written
-    if (lane == 0) mbarrier_arrive(barriers + barrier + (step & 1));
+    if (lane == 0) mbarrier_arrive(barriers + barrier + (step & (STAGES - 1)));
   }
   // This lane's numbers in a row of -lse or -delta.
   FG_DEVICE const unsigned char* numbers(int region, int step) const {
     return smem + region + (step & 1) * ROW_BYTES + lane % 4 * 8;
   }
-  // This thread's place in P, which passes in the order of fragments: [16 queries][128 threads][16 bytes].
+  // This thread's place in P, which passes in the order of fragments: [groups][128 threads][16 bytes].
   FG_DEVICE Chunk* p_fragments(int step) const {
-    return reinterpret_cast<Chunk*>(smem + SMEM_P + (step & 1) * P_BYTES) + threadIdx.x % 128;
+    return reinterpret_cast<Chunk*>(smem + SMEM_P + (step & (P_STAGES - 1)) * P_BYTES) + threadIdx.x % 128;
   }
 };
 
@@ -370,7 +381,8 @@ FG_DEVICE void store_gradient(unsigned char* tile, const TensorMap* map, Element
 FG_DEVICE void make_p_and_dv(const Params& p, unsigned char* smem, uint64_t* barriers) {
   const Consumer self = {smem, barriers, (int)threadIdx.x % WARP_SIZE};
   const int steps = first_lane(block_of(smem).steps);
-  float dv[1][MMA_COLS_V / 8][4], s[1][BLOCK_M / 8][4], dq[1][DQ_COLS_FIRST / 8][4];
+  alignas(16) float s[1][BLOCK_M / 8][4];
+  float dv[1][MMA_COLS_V / 8][4], dq[1][DQ_COLS_FIRST / 8][4];
   alignas(16) uint32_t packed_p[BLOCK_M / 16][4];
   const uint64_t k_desc = AlongColumns<KeyTile>::descriptor(smem + SMEM_K);
   const uint64_t q_desc = AlongColumns<QueryTile>::descriptor(smem + SMEM_Q);
@@ -407,11 +419,11 @@ FG_DEVICE void make_p_and_dv(const Params& p, unsigned char* smem, uint64_t* bar
     }
     pack_p<Element>(packed_p, s);
     self.arrive(Q_EMPTY, j);
-    self.wait_empty(P_EMPTY, j);
+    self.wait_empty<P_STAGES>(P_EMPTY, j);
 #pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k)
-      self.p_fragments(j)[k * 128] = reinterpret_cast<const Chunk&>(packed_p[k]);
-    self.arrive(P_FULL, j);
+    for (int n = 0; n < BLOCK_M / 8; ++n)
+      self.p_fragments(j)[n * 128] = reinterpret_cast<const Chunk&>(s[0][n]);
+    self.arrive<P_STAGES>(P_FULL, j);
 
     // ---- dV, and the last step's dQ; in step 0 of a dS of zeros
     self.wait_full(DOUT_FULL, j);
@@ -439,13 +451,8 @@ FG_DEVICE void make_p_and_dv(const Params& p, unsigned char* smem, uint64_t* bar
 }
 
 // ---- dP, dS and dK
-// dS of two queries. Where a query does not see the key P is 0, and so is dS, whatever dP is.
-FG_DEVICE uint32_t make_ds(uint32_t packed_p, float dp_first, float dp_second, QueryPair neg_delta) {
-  const float first = to_float(Element{half_of(packed_p, 0)});
-  const float second = to_float(Element{half_of(packed_p, 1)});
-  return pack2(Element{}, first == 0.0f ? 0.0f : first * (dp_first + neg_delta.first),
-               second == 0.0f ? 0.0f : second * (dp_second + neg_delta.second));
-}
+// dS. Where a query does not see the key P is 0, and so is dS, whatever dP is.
+FG_DEVICE float ds_of(float p, float dp_minus_delta) { return p == 0.0f ? 0.0f : p * dp_minus_delta; }
 
 FG_DEVICE void make_ds_and_dk(const Params& p, unsigned char* smem, uint64_t* barriers) {
   const Consumer self = {smem, barriers, (int)threadIdx.x % WARP_SIZE};
@@ -467,27 +474,29 @@ FG_DEVICE void make_ds_and_dk(const Params& p, unsigned char* smem, uint64_t* ba
 
   fill_zero(dk);
   zero_last_ds(smem);
+  mbarrier_wait_parity(barriers + K_FULL, 0);
   mbarrier_wait_parity(barriers + V_FULL, 0);
   self.wait_full(DOUT_FULL, 0);
   start_dp(0);
-  mbarrier_wait_parity(barriers + K_FULL, 0);
   QueryWalk walk = first_query_tile(p, smem);
 #pragma unroll 1
   for (int j = 0; j < steps; ++j) {
     // ---- dS, for both
     wgmma_wait<0>(registers_of(dp));
-    self.wait_full(P_FULL, j);
+    self.wait_full<P_STAGES>(P_FULL, j);
+    const unsigned char* const neg_delta = self.numbers(SMEM_DELTA, j);
 #pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k) {
-      const Chunk packed_p = self.p_fragments(j)[k * 128];
+    for (int n = 0; n < BLOCK_M / 8; ++n) {
+      const Floats4 fp32_p = reinterpret_cast<const Floats4*>(self.p_fragments(j))[n * 128];
+      const QueryPair d = query_pair(neg_delta, n);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int n = 2 * k + r / 2, i = r % 2 * 2;
-        ds[k][r] = make_ds(packed_p.words[r], dp[0][n][i], dp[0][n][i + 1],
-                           query_pair(self.numbers(SMEM_DELTA, j), n));
+      for (int h = 0; h < 2; ++h) {
+        dp[0][n][2 * h] = ds_of(fp32_p.values[2 * h], dp[0][n][2 * h] + d.first);
+        dp[0][n][2 * h + 1] = ds_of(fp32_p.values[2 * h + 1], dp[0][n][2 * h + 1] + d.second);
       }
     }
-    self.arrive(P_EMPTY, j);
+    pack_p<Element>(ds, dp);
+    self.arrive<P_STAGES>(P_EMPTY, j);
     self.arrive(DOUT_EMPTY, j);
     self.wait_empty(DS_EMPTY, j);
 #pragma unroll

@@ -57,6 +57,7 @@ def typical(specs: Sequence[Spec]) -> Spec:
     """The variant that has what its family says, and agrees with TYPICAL in most fields; the first of several."""
     def agrees(spec: Spec) -> tuple[bool, bool, int]:
         asked = FAMILIES[spec.family].typical
-        return (spec.kernel == pass_of(spec).shown, bool(asked) and all(getattr(spec, name) == value for name, value in asked.items()),
+        return (spec.kernel == pass_of(spec).shown,
+                bool(asked) and all(getattr(spec, name) == value for name, value in asked.items()),
                 sum(getattr(spec, name) == value for name, value in TYPICAL.items()))
     return max(specs, key=agrees)

@@ -52,6 +52,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         ("P", tile_bytes(tile.n, tile.m), "P of a step, keys as rows"),
         ("DS", tile_bytes(tile.n, tile.m), "dS of a step, keys as rows"),
         ("ROWS", tile.stages * 2 * 4 * tile.m, "-lse and -delta of each stage's queries"),
+        ("WORK", 32, "which sequence, head and key tile this block has"),
     ))
     return Plan(
         variant=spec.variant, target=target.name, family="fa2", pass_="bwd", spec=spec.fields(),

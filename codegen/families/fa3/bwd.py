@@ -38,9 +38,9 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
     if not target.features >= {"tma", "wgmma"} or tile is None:
         raise PlanError(f"no fa3 backward tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256) on sm_90a")
-    barriers = _barriers(tile)
-    smem = _smem(spec, tile, barriers)
     varlen = spec.kv_layout == "varlen"
+    barriers = _barriers(tile, varlen)
+    smem = _smem(spec, tile, barriers)
     load_registers, mma_registers = REGISTERS
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="bwd", spec=spec.fields(),
@@ -59,7 +59,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
     )
 
 
-def _barriers(tile: BwdRow) -> tuple[Barrier, ...]:
+def _barriers(tile: BwdRow, varlen: bool) -> tuple[Barrier, ...]:
     warps = WARPGROUP_WARPS * CONSUMERS
     return (
         Barrier("K_FULL", 1, 1, "the keys have landed"),
@@ -72,6 +72,8 @@ def _barriers(tile: BwdRow) -> tuple[Barrier, ...]:
         Barrier("DS_EMPTY", DS_STAGES, warps, "every consumer warp has multiplied it with K"),
         Barrier("DQ_FULL", CONSUMERS, WARPGROUP_WARPS, "a warpgroup's part of dQ is in shared memory"),
         Barrier("DQ_EMPTY", CONSUMERS, 1, "it has been read from there"),
+        *((Barrier("Q_LANDED", tile.stages, 1, "a query tile has landed that is cut by the end of its sequence"),
+           Barrier("DOUT_LANDED", tile.dout_stages, 1, "a tile of dO, likewise")) if varlen else ()),
     )
 
 

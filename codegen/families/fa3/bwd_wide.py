@@ -30,6 +30,7 @@ CONSUMERS_BARRIER = 1   # a named barrier
 FLOAT_BYTES = 4
 
 
+# dS is made of P in fp32 where that fits: it has a fifth less of an error than of P in 16 bits, and takes 16 KiB more.
 def lower_gradients(spec: Spec, target: Target) -> Plan:
     dims = f"({spec.head_dim_qk}, {spec.head_dim_v})"
     if not target.features >= {"tma", "wgmma"} or max(spec.head_dim_qk, spec.head_dim_v) > 256:
@@ -40,19 +41,20 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
                         where=spec.variant, allowed=f"head_dim_qk above {PANEL_COLS} where one is above 128")
     varlen = spec.kv_layout == "varlen"
     mask = mask_choice(spec.causal, spec.window)
-    barriers = _barriers()
-    smem = _smem(spec, barriers)
+    barriers = _barriers(varlen)
+    p_precision, smem = "fp32", _smem(spec, "fp32", barriers)
+    if _end(smem) > target.smem_per_block_bytes:
+        p_precision, smem = "element", _smem(spec, "element", barriers)
     load_registers, mma_registers = REGISTERS
-    end = smem[-1].offset_bytes + smem[-1].size_bytes
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="bwd", spec=spec.fields(),
-        template="fa3/bwd_wide.cu.j2", element=DTYPES[spec.dtype].element, constants=_constants(spec),
+        template="fa3/bwd_wide.cu.j2", element=DTYPES[spec.dtype].element, constants=_constants(spec, p_precision),
         slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask),
-               ("dq_order", "vector")),
+               ("dq_order", "vector"), ("p_precision", p_precision)),
         flags=(("varlen", varlen),), params=gradients_params(spec, mask), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),
-        launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, end,
+        launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, _end(smem),
                       "x = n_tiles * num_heads_kv" + ("" if varlen else " * batch"), programmatic=True),
         tensor_maps=_tensor_maps(spec), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec),
         notes=("tile: 64 queries x 64 keys: dK and dV of 64 keys take 128 registers of each mma thread at D256",),
@@ -64,6 +66,10 @@ def dq_split(cols: int) -> int:
     return PANEL_COLS * max(1, round(cols / 2 / PANEL_COLS))
 
 
+def _end(smem: tuple[Region, ...]) -> int:
+    return smem[-1].offset_bytes + smem[-1].size_bytes
+
+
 def _cols(head_dim: int) -> int:
     return round_up(head_dim, PANEL_COLS)
 
@@ -72,7 +78,11 @@ def _tile_bytes(head_dim: int) -> int:
     return BLOCK * _cols(head_dim) * ELEMENT_BYTES
 
 
-def _barriers() -> tuple[Barrier, ...]:
+def _p_bytes(p_precision: str) -> int:
+    return BLOCK * BLOCK * (ELEMENT_BYTES if p_precision == "element" else FLOAT_BYTES)
+
+
+def _barriers(varlen: bool) -> tuple[Barrier, ...]:
     warps = WARPGROUP_WARPS
     return (
         Barrier("K_FULL", 1, 1, "the keys have landed"),
@@ -85,10 +95,12 @@ def _barriers() -> tuple[Barrier, ...]:
         Barrier("P_EMPTY", STAGES, warps, "the other warpgroup has read P"),
         Barrier("DS_FULL", STAGES, warps, "dS is written"),
         Barrier("DS_EMPTY", STAGES, CONSUMERS * warps, "dQ of this dS is there"),
+        *((Barrier("Q_LANDED", STAGES, 1, "a query tile has landed that is cut by the end of its sequence"),
+           Barrier("DOUT_LANDED", STAGES, 1, "a tile of dO, likewise")) if varlen else ()),
     )
 
 
-def _smem(spec: Spec, barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
+def _smem(spec: Spec, p_precision: str, barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
     block_bytes = BLOCK * BLOCK * ELEMENT_BYTES
     return layout_regions((
         ("K", _tile_bytes(spec.head_dim_qk), f"{BLOCK} keys; at the end dK"),
@@ -96,7 +108,7 @@ def _smem(spec: Spec, barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
         ("Q", STAGES * _tile_bytes(spec.head_dim_qk), f"{STAGES} stages of {BLOCK} queries"),
         ("DOUT", STAGES * _tile_bytes(spec.head_dim_v), f"{STAGES} stages of {BLOCK} rows of dO"),
         ("DS", STAGES * block_bytes, f"{STAGES} stages of dS, a row for each query"),
-        ("P", STAGES * block_bytes, f"{STAGES} stages of P, in the order of fragments"),
+        ("P", STAGES * _p_bytes(p_precision), f"{STAGES} stages of P, in the order of fragments"),
         ("LSE", STAGES * BLOCK * FLOAT_BYTES, f"{STAGES} stages of -lse in powers of two"),
         ("DELTA", STAGES * BLOCK * FLOAT_BYTES, f"{STAGES} stages of -delta"),
         ("TILES", round_up(4 * STAGES, 16), "which query tile is in a stage, and whether it is masked"),
@@ -105,7 +117,7 @@ def _smem(spec: Spec, barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
     ))
 
 
-def _constants(spec: Spec) -> tuple[Constant, ...]:
+def _constants(spec: Spec, p_precision: str) -> tuple[Constant, ...]:
     cols = round_up(spec.head_dim_qk, 16)
     load_registers, mma_registers = REGISTERS
     return (
@@ -113,6 +125,8 @@ def _constants(spec: Spec) -> tuple[Constant, ...]:
         Constant("BLOCK_N", BLOCK, "keys per block"),
         Constant("Q_STAGES", STAGES, "query tiles in shared memory"),
         Constant("DOUT_STAGES", STAGES, "tiles of dO, likewise"),
+        Constant("P_STAGES", STAGES, "tiles of P on their way from one warpgroup to the other"),
+        Constant("P_BYTES", _p_bytes(p_precision), f"of one, {p_precision}"),
         Constant("NUM_THREADS", WARPGROUP_THREADS * (CONSUMERS + 1), "with the producer warpgroup"),
         Constant("LOAD_WARPS", WARPGROUP_WARPS, "of the producer warpgroup"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
