@@ -5,7 +5,8 @@ from flashgen.codegen.families.shared.loops import KvLoop
 from flashgen.codegen.plan import Plan
 
 _ALL = KvLoop("query tiles", "j < steps")
-# A test of each tile in one loop cost a tenth of the kernel: ptxas moves nothing across the branch (docs/lab/backward.md).
+# A test of each tile in one loop cost a tenth of the kernel, as ptxas moves nothing across its branch
+# (docs/lab/backward.md).
 _MASKED = KvLoop("tiles that the mask cuts", "j < steps && is_masked(j)", masks_every_tile=True)
 _WHOLE = KvLoop("tiles whose queries see every key", "j < steps && !is_masked(j)")
 

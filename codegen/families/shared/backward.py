@@ -12,8 +12,8 @@ from typing import Any
 
 from flashgen.codegen.families.family import Pass
 from flashgen.codegen.families.shared.kernels import named
-from flashgen.codegen.families.shared.loops import KvLoop
 from flashgen.codegen.families.shared.launch import MAX_GRID_X, Sizes, is_varlen, smallest_call, tiled_values
+from flashgen.codegen.families.shared.loops import KvLoop
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Buffer, Number, Program, Step
 from flashgen.codegen.spec.rule import Only
