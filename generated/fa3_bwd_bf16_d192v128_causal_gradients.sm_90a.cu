@@ -12,6 +12,7 @@
 #include "flashgen/divisor.cuh"
 #include "flashgen/gemm_backward.cuh"
 #include "flashgen/ptx/atomic.cuh"
+#include "flashgen/ptx/elect.cuh"
 #include "flashgen/ptx/griddepcontrol.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/ptx/setmaxnreg.cuh"
@@ -550,7 +551,7 @@ fa3_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   }
   if (warp < LOAD_WARPS) {
     setmaxnreg_dec<LOAD_REGISTERS>();
-    if (threadIdx.x == 0) load(p, smem, barriers);
+    if (warp == 0 && elect_one()) load(p, smem, barriers);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
     if (warp < 2 * LOAD_WARPS)

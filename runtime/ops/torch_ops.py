@@ -25,6 +25,7 @@ from flashgen.runtime.ops.signature import Signature
 
 Results = tuple[Any, ...]  # the results of a signature, and behind them lse or None
 _library = torch.library.Library("flashgen", "DEF")  # kept alive: its ops go with it
+_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 _NUMBERS_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 
 
@@ -60,12 +61,15 @@ def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[...,
     return getattr(torch.ops.flashgen, name).default
 
 
-def _follow(signature: Signature, op: Any, whole: Any = None) -> None:
-    """Let autograd follow an op. `whole`: the op that gives lse besides, which a gradient needs; autograd then follows
-    that one in its place."""
+def _follow(signature: Signature, op: Any, work: Callable[..., Any], whole: Any = None) -> None:
+    """Let autograd follow an op, which runs `work`. `whole`: the op that gives lse besides, which a gradient needs;
+    autograd then follows that one in its place."""
     def below(keyset: Any, x: tuple[Any, ...]) -> Any:
+        left = keyset & torch._C._after_autograd_keyset
+        if left.highestPriorityTypeId() in _DEVICES:  # nobody else listens: half of a second dispatch is saved
+            return work(*x)
         with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *x)
+            return op.redispatch(left, *x)
 
     def run(keyset: Any, *x: Any) -> Any:
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*x)):
@@ -102,18 +106,24 @@ def _op_set(signature: Signature, dynamic: bool = False) -> OpSet:
 
     several = len(signature.results) > 1
     returned = "({})".format(", ".join(["Tensor"] * len(signature.results))) if several else "Tensor"
-    plain = _define(name + end, f"({arguments}) -> {returned}",
-                    lambda *x: run(x, None, False)[:-1] if several else run(x, None, False)[0],
-                    lambda *x: fake_out(x), tags)
+
+    def work(*x: Any) -> Any:
+        made = run(x, None, False)
+        return made[:-1] if several else made[0]
+
+    def work_lse(*x: Any) -> Any:
+        return run(x, None, True)
+
+    plain = _define(name + end, f"({arguments}) -> {returned}", work, lambda *x: fake_out(x), tags)
     if not signature.has_lse:
         if signature.gradient:
-            _follow(signature, plain)
+            _follow(signature, plain, work)
         return OpSet(plain)
-    with_lse = _define(f"{name}_lse{end}", f"({arguments}) -> (Tensor, Tensor)", lambda *x: run(x, None, True),
+    with_lse = _define(f"{name}_lse{end}", f"({arguments}) -> (Tensor, Tensor)", work_lse,
                        lambda *x: (fake_out(x), fake_lse(x)), tags)
     if signature.gradient:
-        _follow(signature, with_lse)
-        _follow(signature, plain, with_lse)
+        _follow(signature, with_lse, work_lse)
+        _follow(signature, plain, work, with_lse)
     return OpSet(
         plain, with_lse,
         _define(f"{name}_out{end}", f"({arguments}, *, Tensor(a!) out) -> ()",

@@ -60,5 +60,5 @@ def test_every_kernel_answers_one_operation() -> None:
 def test_a_kernel_without_an_operation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "op_of", lambda spec: "kv_append")
     spec = SimpleNamespace(family="fa4", pass_="append", variant="x")
-    with pytest.raises(UnsupportedError, match=r"(?s)fa4.*allowed: attention, mla_decode"):
+    with pytest.raises(UnsupportedError, match=r"(?s)fa4.*allowed: attention, attention_backward, mla_decode"):
         op_of(spec)  # type: ignore[arg-type]

@@ -61,18 +61,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
         cu_seqlens_q, cu_seqlens_kv: [batch + 1] int32 prefix sums of the lengths, on the same device.
         max_seqlen_q, max_seqlen_kv: accepted for callers that have them; the kernels need neither.
         out: written in place and returned; rows and heads 16-byte aligned, no memory that q, k or v lie in.
-        spec: a spec file, the name of a shipped one, a Spec, or what flashgen.variant gives, to restrict the choice of
-            kernel.
+        spec: a spec file, a shipped one's name, a Spec, or what flashgen.variant gives: which kernels may serve.
         params: values for the parameters that the spec declares, by name: numbers, and tensors on the device. Other
             values never build another kernel.
-        deterministic: of the gradients: whether the same call gives the same bits each time. By default as
-            torch.are_deterministic_algorithms_enabled() says. Results themselves always have the same bits.
-
-    Where q, k or v requires a gradient, autograd follows the call: through the result and through lse, for backward
-    once. Specs that change scores have no gradients yet.
+        deterministic: whether gradients have the same bits each time; None: as torch's switch says. Results always do.
 
     A row that sees no key gets out 0 and lse -inf; so do rows after the last sequence. q, k or v whose last dimension
     is not contiguous or whose rows are not 16-byte aligned are copied first. Any stride is fine otherwise.
+    Autograd follows the call through out and lse, once. Specs that change scores have no gradients yet.
 
     Raises UnsupportedError for what no kernel does, SpecError and PlanError for a spec that cannot be built,
     CompileError and EnvironmentError_ where building or loading fails.
@@ -93,13 +89,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
         from flashgen.runtime.ops.attention.parameters import bound_to  # bundles serve without specs
 
         text, ints, floats, extra = bound_to(spec, params)
-    if followed or deterministic is not None:
-        same_bits = read_deterministic(deterministic)
-        if followed:
-            options = code, window[0], window[1], softmax_scale, text, ints, floats
-            return with_gradient(OPERATION, (q, k, v, cu_seqlens_q, cu_seqlens_kv), options, out, return_lse, same_bits)
-    out, lse = front.call(OPERATION, (q, k, v, cu_seqlens_q, cu_seqlens_kv),
-                          (code, window[0], window[1], softmax_scale, text, ints, floats), extra, out, return_lse)
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_kv
+    options = code, window[0], window[1], softmax_scale, text, ints, floats
+    if followed:
+        return with_gradient(OPERATION, tensors, options, out, return_lse, deterministic)
+    if deterministic is not None:
+        read_deterministic(deterministic)
+    out, lse = front.call(OPERATION, tensors, options, extra, out, return_lse)
     return out if lse is None else (out, lse)
 
 

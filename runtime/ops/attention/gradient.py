@@ -11,7 +11,7 @@ from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import flag
 from flashgen.runtime.ops.attention.checks import check_deterministic, read_deterministic
-from flashgen.runtime.ops.attention_backward.call import gradients
+from flashgen.runtime.ops.attention_backward.call import gradients, refused_later
 from flashgen.runtime.ops.signature import Options, Signature, Tensors
 from flashgen.runtime.ops.wrapped import refuse_wrapped
 
@@ -47,9 +47,10 @@ _follow: Callable[..., Any] = super(torch.autograd.Function, _Followed).apply
 
 
 def with_gradient(op: front.Operation, tensors: Tensors, options: Options, out: Tensor | None, want_lse: Any,
-                  deterministic: bool) -> Tensor | tuple[Tensor, Tensor]:
+                  deterministic: Any) -> Tensor | tuple[Tensor, Tensor]:
     """A call that autograd follows: its out, or (out, lse). UnsupportedError for what has no gradient."""
-    _check(options, deterministic)
+    same_bits = read_deterministic(deterministic)
+    _check(options, same_bits)
     if out is not None:
         raise UnsupportedError("a gradient is asked for, and autograd follows no result that is written into `out`",
                                where="out", allowed="None where q, k or v requires a gradient",
@@ -58,19 +59,20 @@ def with_gradient(op: front.Operation, tensors: Tensors, options: Options, out: 
     if front.listened():  # the op that the dispatcher finds is followed in the same way
         found, lse = front.dispatch(op, tensors, options, (), None, True)
     else:
-        found, lse = _follow(lambda: front.call(op, tensors, options, (), None, True), options, deterministic, *tensors)
+        found, lse = _follow(lambda: front.call(op, tensors, options, (), None, True), options, same_bits, *tensors)
     return (found, lse) if want_lse else found
 
 
 def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-    """(out, lse) of a torch op that autograd follows; `run` is the op below autograd."""
+    """(out, lse) of a torch op that autograd follows; `run` is the op below autograd. Programs that were exported run
+    with grad enabled as well, so what has no gradient is refused when the gradient is asked for."""
     tensors, options, extra = signature.split(arguments)
-    deterministic = read_deterministic(None)
-    _check(options, deterministic)
-    if extra:
-        raise UnsupportedError("a gradient is asked for, and none is known with tensors of params", where="params",
-                               allowed="calls without them", next="torch.no_grad()")
     refuse_wrapped(**{arg.name: t for arg, t in zip(signature.tensors, tensors, strict=True)})
+    deterministic = read_deterministic(None)
+    try:
+        _check(options, deterministic)
+    except UnsupportedError as error:
+        return refused_later(error, run, (*tensors, *extra))
     return _follow(run, options, deterministic, *tensors)
 
 

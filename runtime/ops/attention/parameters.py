@@ -51,7 +51,7 @@ def change_of(text: str) -> str | None:
     return next(filter(None, map(changed, specs)), None)
 
 
-change_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it while it traces
+change_of.__dict__["_dynamo_marked_constant"] = True  # torch.compile calls it while it traces
 
 
 def check_unchanged(text: str) -> None:

@@ -88,28 +88,35 @@ def gradients(tensors: Tensors, options: Options, numbers: Tensor | None = None)
     return found[0], found[1], found[2]
 
 
-class _Last(torch.autograd.Function):
-    """Gradients that have no gradient: whoever asks for it is told so."""
+class _Refused(torch.autograd.Function):
+    """What `run` computes of the tensors. Whoever asks for its gradient gets the error."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], Any], *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, error: UnsupportedError, run: Callable[[], Any], *tensors: Tensor | None) -> Any:
+        ctx.error = error
         return run()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise UnsupportedError("a gradient of attention's gradients is asked for, and flashgen has none",
-                               where="attention_backward", allowed="one backward",
-                               next="leave create_graph out, or use torch's own attention where it is needed")
+        raise ctx.error
 
 
-_last: Callable[..., Any] = _Last.apply
+_refused: Callable[..., Any] = _Refused.apply
+
+
+def refused_later(error: UnsupportedError, run: Callable[[], Any], tensors: Tensors) -> Any:
+    """What `run` computes of the tensors, and the error for a gradient of it."""
+    return _refused(error, run, *tensors)
 
 
 def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
     """The results of the torch op, which autograd follows no further; `run` is the op below autograd."""
     tensors, _, _ = signature.split(arguments)
     refuse_wrapped(**{arg.name: t for arg, t in zip(signature.tensors, tensors, strict=True)})
-    return _last(run, *tensors)
+    return refused_later(UnsupportedError(
+        "a gradient of attention's gradients is asked for, and flashgen has none", where="attention_backward",
+        allowed="one backward", next="leave create_graph out, or use torch's own attention where it is needed"),
+        run, tensors)
 
 
 class AttentionBackward(front.Operation):

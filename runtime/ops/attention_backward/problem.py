@@ -82,8 +82,8 @@ class BackwardInputs(Inputs):
 
         given = (self.dout, self.q, self.k, self.v)
         noise = FP32_SUMS * _longest(self.dout) * _longest(self.v) * self._scale
-        return expected(gradients(*given, **self.keywords), gradients(*given, **self.keywords, plain=True),
-                        (noise * _largest(self.k), noise * _largest(self.q), 0.0))
+        exact, plain, sizes = (gradients(*given, **self.keywords, kind=kind) for kind in ("exact", "plain", "sizes"))
+        return expected(exact, plain, sizes, (noise * _largest(self.k), noise * _largest(self.q), 0.0))
 
     @property
     def _scale(self) -> float:

@@ -1,0 +1,162 @@
+"""Gradients of attention under torch.compile and as torch ops, with backward kernels played by the reference."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from backward_kit import FakeKernel, fake_kernels
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import flashgen
+from flashgen.errors import UnsupportedError
+from flashgen.runtime.ops import torch_ops
+from flashgen.runtime.ops.attention_backward.problem import BackwardProblem
+from flashgen.runtime.ops.attention_backward.signature import ATTENTION_BACKWARD
+
+TENSORS = ("Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? cu_seqlens_q, "
+           "Tensor? cu_seqlens_kv")
+TAIL = "str spec, bool deterministic, SymInt[] ints=[], float[] floats=[], Tensor[]? tensors=None"
+RESULTS = "(Tensor, Tensor, Tensor)"
+VARLEN = BackwardProblem(3, (5, 0, 9), (3, 4, 2), 2, 1, 16, 16, True, tail=2, lse_gradient=True)
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeKernel]:
+    return fake_kernels(monkeypatch)
+
+
+def leaves(seqlen: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, n, heads, 16, generator=made).bfloat16().requires_grad_()
+               for n, heads in ((seqlen, 2), (seqlen + 3, 1), (seqlen + 3, 1)))
+    return q, k, v
+
+
+def gradients(function: Callable[..., Any], inputs: tuple[Tensor, ...], *numbers: float) -> tuple[Tensor, ...]:
+    found = function(*inputs, *numbers)
+    loss = sum((part * torch.linspace(-1, 1, part.numel()).reshape(part.shape)).sum()
+               for part in (found if isinstance(found, tuple) else (found,)))
+    return torch.autograd.grad(loss, inputs)
+
+
+def graphs_of(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], backend: str = "aot_eager") -> int:
+    """How many graphs fullgraph=True makes for the calls, whose gradients must be those of eager calls."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    found = [gradients(compiled, inputs, *numbers) for inputs, *numbers in calls]
+    for (inputs, *numbers), result in zip(calls, found, strict=True):
+        assert all(map(torch.equal, result, gradients(function, inputs, *numbers)))
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_for_all_lengths(backend: str) -> None:
+    calls = [(leaves(n),) for n in (8, 12, 15, 21)]
+    assert graphs_of(lambda q, k, v: flashgen.attention(q, k, v, causal=True), calls, backend) == 2
+    assert graphs_of(lambda *t: flashgen.attention(*t, return_lse=True, window=(3, 1)), calls[:1], backend) == 1
+
+
+@pytest.mark.parametrize("name, function, numbers", [
+    ("scale", lambda q, k, v, x: flashgen.attention(q, k, v, softmax_scale=x), (0.25, 0.5, 0.75)),
+    ("lse", lambda q, k, v, x: flashgen.attention(q, k, v, softmax_scale=x, return_lse=True), (0.25, 0.5, 0.75)),
+    ("window", lambda q, k, v, x: flashgen.attention(q, k, v, window=(x, 0)), (2, 3, 5))])
+def test_one_graph_for_all_numbers(name: str, function: Callable[..., Tensor], numbers: Sequence[float]) -> None:
+    assert graphs_of(function, [(leaves(8), number) for number in numbers]) == 2
+
+
+def test_varlen_and_checkpoint() -> None:
+    x = VARLEN.make_inputs()
+    more = {name: value for name, value in x.keywords.items() if name != "dlse"}
+    inputs = tuple(t.clone().nan_to_num(0.0).requires_grad_() for t in (x.q, x.k, x.v))
+    assert graphs_of(lambda q, k, v: flashgen.attention(q, k, v, **more, return_lse=True)[0], [(inputs,)]) == 1
+    assert graphs_of(lambda q, k, v: checkpoint(
+        lambda *t: flashgen.attention(*t) * 2.0, q, k, v, use_reentrant=False), [(leaves(9),)]) == 1
+
+
+def test_a_module_with_parameters() -> None:
+    torch.manual_seed(0)
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = torch.nn.Linear(32, 96).bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3)
+            return flashgen.attention(q, k, v, causal=True)
+
+    torch._dynamo.reset()
+    layer, x = Layer(), torch.randn(2, 7, 32).bfloat16()
+    results = []
+    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        layer.zero_grad()
+        call(x).float().square().sum().backward()
+        results.append(layer.qkv.weight.grad.clone())
+    assert torch.equal(*results)
+
+
+def test_refusals_of_graphs() -> None:
+    torch._dynamo.reset()
+    q, k, v = leaves(8)
+    for more in ({"out": torch.empty_like(q.detach())}, {"deterministic": True}, {"spec": "softcap", "causal": True}):
+        with pytest.raises(UnsupportedError, match="gradient"):
+            torch.compile(lambda more=more: flashgen.attention(q, k, v, **more), backend="aot_eager")()
+    with torch.no_grad():
+        out = torch.compile(lambda: flashgen.attention(q, k, v, deterministic=True), backend="aot_eager")()
+    assert out.grad_fn is None
+
+
+def test_graphs_without_a_gradient_have_the_ops_that_they_had() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    q, k, v = (t.detach() for t in leaves(8))
+    torch.compile(lambda: flashgen.attention(q, k, v), backend=counter, fullgraph=True)()
+    assert torch_ops.OPS["attention"].plain in [node.target for node in counter.graphs[0].graph.nodes]
+
+
+# ---- the ops themselves
+
+def test_schemas() -> None:
+    ops, dynamic = (made["attention_backward"] for made in (torch_ops.OPS, torch_ops.DYNAMIC))
+    head = f"({TENSORS}, int causal, SymInt window_left, SymInt window_right, "
+    assert str(ops.plain._schema) == f"flashgen::attention_backward{head}float softmax_scale, {TAIL}) -> {RESULTS}"
+    assert str(dynamic.plain._schema) == (
+        f"flashgen::attention_backward_dynamic{head}Tensor numbers, {TAIL}) -> {RESULTS}")
+    assert ops[1:] == (None, None, None)
+    assert str(torch_ops.OPS["attention"].lse._schema) == (
+        "flashgen::attention_lse(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, "
+        "int causal, SymInt window_left, SymInt window_right, float softmax_scale, str spec, SymInt[] ints=[], "
+        "float[] floats=[], Tensor[]? tensors=None) -> (Tensor, Tensor)")
+
+
+def test_fakes() -> None:
+    x = VARLEN.make_inputs()
+    with FakeTensorMode() as mode:
+        tensors = [mode.from_tensor(t) for t in x.tensors]
+        found = torch_ops.OPS["attention_backward"].plain(*tensors, None, None, None, 0, -1, -1, 0.5, "", False)
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in (x.q, x.k, x.v)]
+    assert all(t.is_contiguous() for t in found) and not FakeKernel.launches
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_opcheck(dynamic: bool) -> None:
+    x = BackwardProblem(1, 9, 12, 2, 1, 16, 16, lse_gradient=True).make_inputs()
+    ops = torch_ops.DYNAMIC if dynamic else torch_ops.OPS
+    scale = torch_ops.as_numbers(0.3) if dynamic else 0.3
+    plain = tuple(t.detach() for t in x.tensors)
+    torch.library.opcheck(ops["attention_backward"].plain, (
+        *plain, x.dlse, None, None, 0, 3, -1, scale, "", False))
+    inputs = tuple(t.clone().requires_grad_() for t in (x.q, x.k, x.v))
+    for op in (ops["attention"].plain, ops["attention"].lse):
+        torch.library.opcheck(op, (*inputs, None, None, 1, -1, -1, scale, ""))
+
+
+def test_the_signature_is_the_schema() -> None:
+    assert ATTENTION_BACKWARD.results == ("dq", "dk", "dv") and not ATTENTION_BACKWARD.has_lse
+    assert ATTENTION_BACKWARD.required == 6
