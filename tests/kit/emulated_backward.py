@@ -33,10 +33,11 @@ class Call:
     dlse: bool = False
 
 
-def check_backward(spec: Spec, call: Call, schedule: Schedule) -> None:
-    """AssertionError, with the figures, if a gradient is wrong or a row of one is not written."""
+def check_backward(spec: Spec, call: Call, schedule: Schedule, data: int | None = None) -> dict[str, Tensor]:
+    """The gradients. AssertionError, with the figures, if one is wrong or a row of one is not written. `data`: the seed of
+    the inputs, else the schedule's."""
     varlen, dtype = spec.kv_layout == "varlen", {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.dtype]
-    make = torch.Generator().manual_seed(schedule.seed)
+    make = torch.Generator().manual_seed(schedule.seed if data is None else data)
 
     def rows(side: int, heads: int, columns: int) -> Tensor:
         count = sum(pair[side] for pair in call.lengths) + call.rest[side]
@@ -61,6 +62,7 @@ def check_backward(spec: Spec, call: Call, schedule: Schedule) -> None:
     for name, truth in wanted.items():
         error = (made[name].double() - truth).norm() / truth.norm().clamp_min(1e-9)
         assert error < TOLERANCE[spec.dtype], f"{name}: relative error {error:.2e} of {call}, {schedule}"
+    return made
 
 
 def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedule) -> None:

@@ -12,6 +12,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.families.fa2.bwd_tiles import BWD_TILES, BwdTileRow
 from flashgen.codegen.families.shared.backward import GROUP_ROWS
 from flashgen.codegen.families.shared.backward_lower import gradient_params, gradient_sizes, gradient_strides
+from flashgen.codegen.families.shared.sums import turn_parts, turns_slot
 from flashgen.codegen.plan import Constant, Launch, Plan, Role, registers_per_thread_max
 from flashgen.codegen.slots import MASKS, mask_choice
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
@@ -60,8 +61,8 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         template="fa2/bwd.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, tile, shares, target),
         slots=(("key_layout", spec.kv_layout), ("key_inputs", spec.kv_layout), ("queries", mask),
-               ("dq_order", "component")),
-        flags=(), params=(*gradient_params(spec), *gradient_strides(spec), *gradient_sizes(spec), *MASKS[mask]),
+               ("dq_order", "component"), *turns_slot(spec, mask)),
+        flags=(("deterministic", spec.deterministic),), params=(*gradient_params(spec), *gradient_strides(spec), *gradient_sizes(spec), *MASKS[mask]),
         smem=smem, roles=(Role("mma", tile.warps),),
         launch=Launch(32 * tile.warps, tile.blocks_per_sm, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = n_tiles * num_heads_kv" + ("" if spec.kv_layout == "varlen" else " * batch")),
@@ -114,6 +115,7 @@ def _constants(spec: Spec, tile: BwdTileRow, shares: Shares, target: Target) -> 
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v, dout and dv in device memory"),
         Constant("MMA_COLS_QK", round_up(spec.head_dim_qk, 16), "columns of the QK product and of the sums of dQ"),
         Constant("MMA_COLS_V", round_up(spec.head_dim_v, 16), "columns of dP's product: whole 16-column steps"),
+        *turn_parts(spec, tile.warps),
         Constant("SMEM_COLS_QK", smem_cols(spec.head_dim_qk), "columns stored of q and k: whole panels, surplus zero"),
         Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v and dout, likewise"),
     )
