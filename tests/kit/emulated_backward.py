@@ -34,7 +34,7 @@ class Call:
 
 
 def check_backward(spec: Spec, call: Call, schedule: Schedule, data: int | None = None) -> dict[str, Tensor]:
-    """The gradients. AssertionError, with the figures, if one is wrong or a row of one is not written. `data`: the seed of
+    """The gradients and dq_accum. AssertionError, with the figures, if one is wrong or a row of one is not written. `data`: the seed of
     the inputs, else the schedule's."""
     varlen, dtype = spec.kv_layout == "varlen", {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.dtype]
     make = torch.Generator().manual_seed(schedule.seed if data is None else data)
@@ -58,14 +58,15 @@ def check_backward(spec: Spec, call: Call, schedule: Schedule, data: int | None 
                    for name, t in per_row.items()}
     shaped = {name: t if varlen or t.dim() == 1 else t.unflatten(0, (len(call.lengths), -1))
               for name, t in {**given, **made}.items()}
-    _launch(spec, call, {**shaped, **per_row}, schedule)
+    sums = _launch(spec, call, {**shaped, **per_row}, schedule)
     for name, truth in wanted.items():
         error = (made[name].double() - truth).norm() / truth.norm().clamp_min(1e-9)
         assert error < TOLERANCE[spec.dtype], f"{name}: relative error {error:.2e} of {call}, {schedule}"
-    return made
+    return {**made, "dq_accum": sums}
 
 
-def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedule) -> None:
+def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedule) -> Tensor:
+    """The sums of dQ, as the last kernel finds them."""
     varlen = spec.kv_layout == "varlen"
     plans = [lower(spec.with_(kernel=kernel)) for kernel in KERNELS]
     axes = ("row", "head") if varlen else ("batch", "row", "head")
@@ -75,8 +76,10 @@ def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedu
     sizes = Sizes(len(call.lengths), seqlen_q, seqlen_kv, call.num_heads_q, call.num_heads_kv, spec.head_dim_qk**-0.5,
                   call.top_left, call.window, strides)
     program = program_of(plans[0], sizes, 4, *plans[1:])
+    sums = torch.zeros(program.buffer("dq_accum").shape)
     with scheduled(schedule):
-        EmulatedProgram(program, {plan.step: EmulatedKernel(plan, render(plan)) for plan in plans})(tensors)
+        EmulatedProgram(program.given({"dq_accum"}), {plan.step: EmulatedKernel(plan, render(plan)) for plan in plans})({**tensors, "dq_accum": sums})
+    return sums
 
 
 def _truth(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None
