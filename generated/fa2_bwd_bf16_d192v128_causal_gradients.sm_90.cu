@@ -276,11 +276,12 @@ fa2_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
                                          (BLOCK_M * MMA_COLS_QK);
 #pragma unroll
     for (int pass = 0; pass < DQ_PASSES; ++pass) {
-      const DealtColumns<KeyTile, DQ_COL_WARPS> key_columns(smem + SMEM_K, dq_col_warp, lane, pass * DQ_BLOCKS);
+      const int first_round = pass * DQ_BLOCKS;
+      const DealtColumns<KeyTile, DQ_COL_WARPS> key_columns(smem + SMEM_K, dq_col_warp, lane, first_round);
       float dq[DQ_FRAGMENTS][2 * DQ_BLOCKS][4];
       clear(dq);
       gemm_rows<BLOCK_N / 16, Element>(dq, ds_by_query, key_columns);
-      add_dq<MMA_COLS_QK, DQ_ROW_WARPS, DQ_COL_WARPS>(sums, dq, dq_row_warp, dq_col_warp, pass * DQ_BLOCKS);
+      add_dq<MMA_COLS_QK, DQ_ROW_WARPS, DQ_COL_WARPS>(sums, dq, dq_row_warp, dq_col_warp, first_round);
     }
     const DealtColumns<QueryTile, QUERY_WARPS> query_columns(queries, query_warp, lane);
     gemm_rows<BLOCK_M / 16, Element>(dk, ds_operand, query_columns);
