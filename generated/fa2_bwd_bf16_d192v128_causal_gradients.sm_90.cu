@@ -158,8 +158,8 @@ static_assert(SMEM_TILES - SMEM_WORK >= sizeof(KeyTileCoord), "map and tiles agr
 static_assert(SMEM_BYTES - SMEM_TILES >= sizeof(QueryTiles), "map and tiles agree");
 
 // Starts the copies of a query tile: its rows of q and dout, and their lse and delta.
-FG_DEVICE void load_queries(const Params& p, const KeyTileCoord& work, unsigned char* smem, int stage, int head,
-                            int m_tile) {
+FG_DEVICE void load_queries(const Params& p, const KeyTileCoord& work, unsigned char* smem, int stage,
+                            int head, int m_tile) {
   const int q_start = m_tile * BLOCK_M;
   const int valid_rows = work.seqlen_q - q_start;
   load_tile<QueryTile, HEAD_DIM_QK, NUM_THREADS>(
@@ -180,8 +180,8 @@ FG_DEVICE void load_queries(const Params& p, const KeyTileCoord& work, unsigned 
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS_PER_SM)
 fa2_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
-  // Key tiles fastest, so that neighbouring blocks share queries in L2; under a causal mask the first tile, which
-  // the most queries see, comes first.
+  // Key tiles fastest, so that neighbouring blocks share queries in L2; under a causal mask the first tile,
+  // which the most queries see, comes first.
   const int block = blockIdx.x;
   const KeyTileCoord work = key_tile_coord(p, block % p.n_tiles, block / p.n_tiles);
   const int key_start = work.n_tile * BLOCK_N;
