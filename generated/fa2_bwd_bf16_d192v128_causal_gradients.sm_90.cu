@@ -143,8 +143,8 @@ FG_DEVICE QueryRange seeing_queries(const Params& p, int kv_pos, int seqlen_q, i
   return {clamp_int(kv_pos - diagonal, 0, seqlen_q), seqlen_q};
 }
 
-// dq_order: component. One of the four elements of a fragment lies together for the 32 lanes of a warp, so that an
-// addition of single words fills a line.
+// dq_order: component. One of the four elements of a fragment lies together for the 32 lanes of a warp, so
+// that an addition of single words fills a line.
 template <int N>
 FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
   const int lane_offset = threadIdx.x % 128 / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
