@@ -56,8 +56,8 @@ FG_DEVICE RowTile row_tile(const Params& p, int tile, int head_q) {
   return w;
 }
 
-// dq_order: component. One of the four elements of a fragment lies together for the 32 lanes of a warp, so that an
-// addition of single words fills a line.
+// dq_order: component. One of the four elements of a fragment lies together for the 32 lanes of a warp, so
+// that an addition of single words fills a line.
 template <int N>
 FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
   const int lane_offset = threadIdx.x % 128 / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
