@@ -10,13 +10,12 @@ class DType:
     torch_name: str    # attribute of the torch module
     bytes: int
     element: str       # type tag in the generated CUDA (prelude.cuh)
-    min_cc: int        # first compute capability (10 * major + minor) whose mma takes it
 
 
 DTYPES: dict[str, DType] = {
     d.name: d
     for d in (
-        DType("bf16", "bfloat16", 2, "bf16", 80),
-        DType("fp16", "float16", 2, "fp16", 75),
+        DType("bf16", "bfloat16", 2, "bf16"),
+        DType("fp16", "float16", 2, "fp16"),
     )
 }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flashgen.runtime.ops.mla_decode.call import mla_decode
     from flashgen.runtime.ops.mla_decode.schedule import mla_schedule
     from flashgen.runtime.ops.mla_decode.signature import MlaSchedule
-    from flashgen.runtime.select.sources import load_bundle, reload
+    from flashgen.runtime.select.lookup import load_bundle, reload
     from flashgen.runtime.select.variant import variant
 
 __all__ = ["MlaSchedule", "Spec", "attention", "attention_backward", "block_map", "errors", "explain", "load_bundle",
@@ -34,11 +34,11 @@ _HOMES = {
     "attention_backward": "flashgen.runtime.ops.attention_backward.call",
     "block_map": "flashgen.runtime.ops.attention.block_map",
     "explain": "flashgen.codegen.explain.explain",
-    "load_bundle": "flashgen.runtime.select.sources",
+    "load_bundle": "flashgen.runtime.select.lookup",
     "load_specs": "flashgen.codegen.spec.spec",
     "mla_decode": "flashgen.runtime.ops.mla_decode.call",
     "mla_schedule": "flashgen.runtime.ops.mla_decode.schedule",
-    "reload": "flashgen.runtime.select.sources",
+    "reload": "flashgen.runtime.select.lookup",
     "unpack_bits": "flashgen.runtime.ops.attention.block_map",
     "variant": "flashgen.runtime.select.variant",
 }

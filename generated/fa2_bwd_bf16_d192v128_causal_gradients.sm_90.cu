@@ -30,7 +30,8 @@ constexpr int DV_BLOCKS = 2;  // likewise
 constexpr int DQ_ROW_WARPS = 2;  // warps along queries of dQ
 constexpr int DQ_COL_WARPS = 4;  // along its columns
 constexpr int DQ_FRAGMENTS = 2;  // 16-query fragments per warp
-constexpr int DQ_BLOCKS = 3;  // blocks of 16 columns per warp
+constexpr int DQ_PASSES = 1;  // parts of its columns, one after the other: fewer registers
+constexpr int DQ_BLOCKS = 3;  // blocks of 16 columns per warp and pass
 constexpr int HEAD_DIM_QK = 192;  // columns of q, k and dk in device memory
 constexpr int HEAD_DIM_V = 128;  // columns of v, dout and dv in device memory
 constexpr int MMA_COLS_QK = 192;  // columns of the QK product and of the sums of dQ
@@ -47,7 +48,8 @@ constexpr int SMEM_P = 143360;  // 12288: P of a step, keys as rows
 constexpr int SMEM_DS = 155648;  // 12288: dS of a step, keys as rows
 constexpr int SMEM_ROWS = 167936;  // 1024: -lse and -delta of each stage's queries
 constexpr int SMEM_WORK = 168960;  // 32: which sequence, head and key tile this block has
-constexpr int SMEM_BYTES = 168992;
+constexpr int SMEM_TILES = 168992;  // 16: the query tiles that see its keys
+constexpr int SMEM_BYTES = 169008;
 
 struct Params {
   const Element* q;  // [batch, seqlen_q, num_heads_q, head_dim_qk]
@@ -152,7 +154,8 @@ FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
     for (int i = 0; i < 4; ++i) x[0][n][i] = group[n * 512 + lane_offset + i * WARP_SIZE];
 }
 
-static_assert(SMEM_BYTES - SMEM_WORK >= sizeof(KeyTileCoord), "map and tiles agree");
+static_assert(SMEM_TILES - SMEM_WORK >= sizeof(KeyTileCoord), "map and tiles agree");
+static_assert(SMEM_BYTES - SMEM_TILES >= sizeof(QueryTiles), "map and tiles agree");
 
 // Starts the copies of a query tile: its rows of q and dout, and their lse and delta.
 FG_DEVICE void load_queries(const Params& p, const KeyTileCoord& work, unsigned char* smem, int stage, int head,
@@ -188,9 +191,13 @@ fa2_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   const QueryTiles tiles = query_tiles<BLOCK_M>(
       seeing_queries(p, key_start, work.seqlen_q, work.seqlen_kv),
       seeing_queries(p, key_start + valid_keys - 1, work.seqlen_q, work.seqlen_kv), work.seqlen_q);
-  // The loop and the epilogue read the coordinates from shared memory: they have no registers to spare.
+  // The loop and the epilogue read these from shared memory: they have no registers to spare.
   const KeyTileCoord& work_smem = *reinterpret_cast<const KeyTileCoord*>(smem + SMEM_WORK);
-  if (threadIdx.x == 0) *reinterpret_cast<KeyTileCoord*>(smem + SMEM_WORK) = work;
+  const QueryTiles& tiles_smem = *reinterpret_cast<const QueryTiles*>(smem + SMEM_TILES);
+  if (threadIdx.x == 0) {
+    *reinterpret_cast<KeyTileCoord*>(smem + SMEM_WORK) = work;
+    *reinterpret_cast<QueryTiles*>(smem + SMEM_TILES) = tiles;
+  }
   const auto seen_by = [&](int key) {
     return key < work_smem.seqlen_kv ? seeing_queries(p, key, work_smem.seqlen_q, work_smem.seqlen_kv)
                                      : QueryRange{0, 0};
@@ -207,7 +214,6 @@ fa2_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   const QueryInShared<PairTile, KEY_FRAGMENTS> p_operand(smem + SMEM_P, warp_key, lane);
   const QueryInShared<PairTile, KEY_FRAGMENTS> ds_operand(smem + SMEM_DS, warp_key, lane);
   const ColumnsOfShared<PairTile, DQ_FRAGMENTS, DQ_ROW_WARPS> ds_by_query(smem + SMEM_DS, dq_row_warp, lane);
-  const DealtColumns<KeyTile, DQ_COL_WARPS> dq_keys(smem + SMEM_K, dq_col_warp, lane);
 
   float dk[KEY_FRAGMENTS][2 * DK_BLOCKS][4], dv[KEY_FRAGMENTS][2 * DV_BLOCKS][4];
   clear(dk);
@@ -216,9 +222,9 @@ fa2_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   // ---- one step for each query tile of each query head of the kv head
   int head = work.head_kv * p.heads_per_kv_head, m_tile = tiles.begin, stage = 0;
   const int head_end = tiles.begin < tiles.end ? head + p.heads_per_kv_head : head;
-  const auto advance = [&] {
-    const bool last = m_tile + 1 == tiles.end;
-    m_tile = last ? tiles.begin : m_tile + 1;
+  const auto advance = [&](int& head, int& m_tile) {
+    const bool last = m_tile + 1 == tiles_smem.end;
+    m_tile = last ? tiles_smem.begin : m_tile + 1;
     head += last;
   };
   if (head < head_end) {
@@ -232,18 +238,19 @@ fa2_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   while (head < head_end) {
     cp_async_wait<0>();
     sync_block();  // the tile is there for all warps, and all are done with what the last step read
-    const int this_head = head, this_tile = m_tile;
-    advance();
-    if (NUM_STAGES > 1 && head < head_end) {
-      load_queries(p, work_smem, smem, stage ^ 1, head, m_tile);
+    if (NUM_STAGES > 1) {
+      int next_head = head, next_tile = m_tile;
+      advance(next_head, next_tile);
+      if (next_head < head_end) load_queries(p, work_smem, smem, stage ^ 1, next_head, next_tile);
       cp_async_commit();
     }
     const unsigned char* const queries = smem + SMEM_Q + stage * QueryTile::BYTES;
     const unsigned char* const douts = smem + SMEM_DOUT + stage * DoutTile::BYTES;
     const float* const neg_lse = reinterpret_cast<const float*>(smem + SMEM_ROWS) + stage * (2 * BLOCK_M);
     const float* const neg_delta = neg_lse + BLOCK_M;
-    const bool masked = this_tile < tiles.full_begin || this_tile >= tiles.full_end || valid_keys < BLOCK_N;
-    const int first_key = key_start + lane_key, first_query = this_tile * BLOCK_M + lane_query;
+    const int key_begin = work_smem.n_tile * BLOCK_N, first_query = m_tile * BLOCK_M + lane_query;
+    const bool masked = m_tile < tiles_smem.full_begin || m_tile >= tiles_smem.full_end ||
+                        key_begin + BLOCK_N > work_smem.seqlen_kv;
 
     // P = exp(S - lse)
     float s[KEY_FRAGMENTS][WARP_QUERIES / 8][4], ds[KEY_FRAGMENTS][WARP_QUERIES / 8][4];
@@ -251,7 +258,7 @@ fa2_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
                                          lane % 8 + lane / 16 * 8, lane / 8 % 2);
     gemm_scores<MMA_COLS_QK / 16, Element>(s, keys, query_rows);
     exponentiate(s, neg_lse + lane_query, p.scale_log2);
-    if (masked) zero_masked(s, first_key, first_query, seen_by);
+    if (masked) zero_masked(s, key_begin + lane_key, first_query, seen_by);
     store_fragments<PairTile, Element>(smem + SMEM_P, s, lane_key, warp_query / 8);
 
     // dS = P * (dP - delta)
@@ -259,23 +266,26 @@ fa2_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
                                             lane % 8 + lane / 16 * 8, lane / 8 % 2);
     gemm_scores<MMA_COLS_V / 16, Element>(ds, values, dout_rows_view);
     differentiate(ds, s, neg_delta + lane_query);
-    if (masked) zero_masked(ds, first_key, first_query, seen_by);
+    if (masked) zero_masked(ds, key_begin + lane_key, first_query, seen_by);
     store_fragments<PairTile, Element>(smem + SMEM_DS, ds, lane_key, warp_query / 8);
     sync_block();  // P and dS are there for all warps
 
     const DealtColumns<DoutTile, QUERY_WARPS> dout_columns(douts, query_warp, lane);
     gemm_rows<BLOCK_M / 16, Element>(dv, p_operand, dout_columns);
-    {
+    float* const sums = p.dq_accum + ((int64_t)head * p.q_tiles + work_smem.first_q_tile + m_tile) *
+                                         (BLOCK_M * MMA_COLS_QK);
+#pragma unroll
+    for (int pass = 0; pass < DQ_PASSES; ++pass) {
+      const DealtColumns<KeyTile, DQ_COL_WARPS> key_columns(smem + SMEM_K, dq_col_warp, lane, pass * DQ_BLOCKS);
       float dq[DQ_FRAGMENTS][2 * DQ_BLOCKS][4];
       clear(dq);
-      gemm_rows<BLOCK_N / 16, Element>(dq, ds_by_query, dq_keys);
-      float* const sums = p.dq_accum + ((int64_t)this_head * p.q_tiles + work_smem.first_q_tile + this_tile) *
-                                           (BLOCK_M * MMA_COLS_QK);
-      add_dq<MMA_COLS_QK, DQ_ROW_WARPS, DQ_COL_WARPS>(sums, dq, dq_row_warp, dq_col_warp);
+      gemm_rows<BLOCK_N / 16, Element>(dq, ds_by_query, key_columns);
+      add_dq<MMA_COLS_QK, DQ_ROW_WARPS, DQ_COL_WARPS>(sums, dq, dq_row_warp, dq_col_warp, pass * DQ_BLOCKS);
     }
     const DealtColumns<QueryTile, QUERY_WARPS> query_columns(queries, query_warp, lane);
     gemm_rows<BLOCK_M / 16, Element>(dk, ds_operand, query_columns);
 
+    advance(head, m_tile);
     if (NUM_STAGES == 1 && head < head_end) {
       sync_block();  // all warps are done with the tile
       load_queries(p, work_smem, smem, 0, head, m_tile);
@@ -289,8 +299,9 @@ fa2_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   store_dealt<KeyTile, QUERY_WARPS, Element>(smem + SMEM_K, dk, lane_key, query_warp, p.softmax_scale);
   store_dealt<ValueTile, QUERY_WARPS, Element>(smem + SMEM_V, dv, lane_key, query_warp, 1.0f);
   sync_block();
-  store_tile<KeyTile, HEAD_DIM_QK, NUM_THREADS>(dk_rows(p, work_smem) + key_start * p.dk_row_stride,
-                                                p.dk_row_stride, smem + SMEM_K, valid_keys);
-  store_tile<ValueTile, HEAD_DIM_V, NUM_THREADS>(dv_rows(p, work_smem) + key_start * p.dv_row_stride,
-                                                 p.dv_row_stride, smem + SMEM_V, valid_keys);
+  const int first_key = work_smem.n_tile * BLOCK_N, keys_to_store = work_smem.seqlen_kv - first_key;
+  store_tile<KeyTile, HEAD_DIM_QK, NUM_THREADS>(dk_rows(p, work_smem) + first_key * p.dk_row_stride,
+                                                p.dk_row_stride, smem + SMEM_K, keys_to_store);
+  store_tile<ValueTile, HEAD_DIM_V, NUM_THREADS>(dv_rows(p, work_smem) + first_key * p.dv_row_stride,
+                                                 p.dv_row_stride, smem + SMEM_V, keys_to_store);
 }

@@ -200,7 +200,7 @@ struct KeyBlock {
 };
 FG_DEVICE KeyBlock& block_of(unsigned char* smem) { return *reinterpret_cast<KeyBlock*>(smem + SMEM_BLOCK); }
 
-// The queries that see a key. None see keys that do not exist.
+// The queries that see a key: of keys that do not exist, no query.
 FG_DEVICE QueryRange queries_of_key(const Params& p, const KeyTileCoord& w, int kv_pos) {
   return kv_pos < w.seqlen_kv ? seeing_queries(p, kv_pos, w.seqlen_q, w.seqlen_kv) : QueryRange{0, 0};
 }
@@ -436,71 +436,125 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
   // There is no first step apart: step 0 multiplies a dS of zeros for step -1, and the last step issues
   // scores of a tile that is there once more. (Peeled, or under a branch, ptxas runs products one after the
   // other.)
+  int j = 0;
   const int* const tile_words = reinterpret_cast<const int*>(smem + SMEM_TILES);
+  const auto is_masked = [&](int j) { return (first_lane(tile_words[q_stage(j)]) & MASKED) != 0; };
+  while (true) {
+    // ---- tiles that the mask cuts
 #pragma unroll 1
-  for (int j = 0; j < steps; ++j) {
-    // ---- P; under it the last step's dK
-    const int tile_word = tile_words[q_stage(j)];
-    const bool masked = tile_word & MASKED;
-    exponentiate_transposed(s, smem + SMEM_LSE + q_stage(j) * ROW_BYTES + lane_pair, p.scale_log2);
-    if (masked) {
-      const KeyTileCoord& w = block_of(smem).tile;
-      const int kv_pos = w.n_tile * BLOCK_N + threadIdx.x / WARP_SIZE * 16 - 64 + lane / 4;
-      const int q_pos = (tile_word >> 1) * BLOCK_M + 2 * (lane % 4);
-      zero_masked(s, q_pos, [&](int h) { return queries_of_key(p, w, kv_pos + 8 * h); });
-    }
-    pack_p<Element>(packed_p, s);
+    for (; j < steps && is_masked(j); ++j) {
+      // ---- P; under it the last step's dK
+      exponentiate_transposed(s, smem + SMEM_LSE + q_stage(j) * ROW_BYTES + lane_pair, p.scale_log2);
+      {
+        const KeyTileCoord& w = block_of(smem).tile;
+        const int kv_pos = w.n_tile * BLOCK_N + threadIdx.x / WARP_SIZE * 16 - 64 + lane / 4;
+        const int q_pos = (tile_words[q_stage(j)] >> 1) * BLOCK_M + 2 * (lane % 4);
+        zero_masked(s, q_pos, [&](int h) { return queries_of_key(p, w, kv_pos + 8 * h); });
+      }
+      pack_p<Element>(packed_p, s);
 
-    // ---- dP, then dV
-    mbarrier_wait_parity(barriers + DOUT_FULL + dout_stage(j), j / DOUT_STAGES & 1);
-    wgmma_wait<0>(registers_of(dk), ds);  // the fragments of dS make room for dP
-    if (j > 0) release(Q_EMPTY + q_stage(j - 1));
-    const uint64_t dout_now = wgmma_descriptor_advance<DoutTile::BYTES>(dout_desc, dout_stage(j));
-    const unsigned char* const neg_delta = smem + SMEM_DELTA + dout_stage(j) * ROW_BYTES + lane_pair;
+      // ---- dP, then dV
+      mbarrier_wait_parity(barriers + DOUT_FULL + dout_stage(j), j / DOUT_STAGES & 1);
+      wgmma_wait<0>(registers_of(dk), ds);  // the fragments of dS make room for dP
+      if (j > 0) release(Q_EMPTY + q_stage(j - 1));
+      const uint64_t dout_now = wgmma_descriptor_advance<DoutTile::BYTES>(dout_desc, dout_stage(j));
+      const unsigned char* const neg_delta = smem + SMEM_DELTA + dout_stage(j) * ROW_BYTES + lane_pair;
 #pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n) {
-      const QueryPair d = query_pair(neg_delta, n);
-      dp[0][n][0] = dp[0][n][2] = d.first;
-      dp[0][n][1] = dp[0][n][3] = d.second;
-    }
-    issue_added_qk<ValueTile, DoutTile, MMA_COLS_V / 16, Element>(dp, v_desc, dout_now);
-    issue_pv<DoutTile, Element>(dv, packed_p, dout_now);
-    wgmma_wait<1>(registers_of(dp));
+      for (int n = 0; n < BLOCK_M / 8; ++n) {
+        const QueryPair d = query_pair(neg_delta, n);
+        dp[0][n][0] = dp[0][n][2] = d.first;
+        dp[0][n][1] = dp[0][n][3] = d.second;
+      }
+      issue_added_qk<ValueTile, DoutTile, MMA_COLS_V / 16, Element>(dp, v_desc, dout_now);
+      issue_pv<DoutTile, Element>(dv, packed_p, dout_now);
+      wgmma_wait<1>(registers_of(dp));
 
-    // ---- dS; under it dV
-    if (masked) {  // 0 * NaN is NaN
+      // ---- dS; under it dV
+      // A hidden P is 0, but 0 * NaN is NaN.
 #pragma unroll
       for (int n = 0; n < BLOCK_M / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (s[0][n][i] == 0.0f) dp[0][n][i] = 0.0f;
-    }
 #pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n)
+      for (int n = 0; n < BLOCK_M / 8; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[0][n][i] *= dp[0][n][i];
-    pack_p<Element>(ds, s);
-    if (warpgroup == 0 && j == 0) bar_arrive<STAGGER_BARRIER, 256>();
+        for (int i = 0; i < 4; ++i) s[0][n][i] *= dp[0][n][i];
+      pack_p<Element>(ds, s);
+      if (warpgroup == 0 && j == 0) bar_arrive<STAGGER_BARRIER, 256>();
 
-    // ---- the last step's dQ, this step's dK
-    const uint64_t q_now = wgmma_descriptor_advance<QueryTile::BYTES>(q_desc, q_stage(j));
-    const int next = min_int(j + 1, steps - 1);
-    wgmma_wait<0>(registers_of(dv), packed_p);  // the fragments of P make room for dQ
-    release(DOUT_EMPTY + dout_stage(j));
-    start_dq(j - 1);
-    mbarrier_wait_parity(barriers + DS_EMPTY + (j & 1), (j + 1 >> 1 & 1) ^ 1);
+      // ---- the last step's dQ, this step's dK
+      const uint64_t q_now = wgmma_descriptor_advance<QueryTile::BYTES>(q_desc, q_stage(j));
+      const int next = min_int(j + 1, steps - 1);
+      wgmma_wait<0>(registers_of(dv), packed_p);  // the fragments of P make room for dQ
+      release(DOUT_EMPTY + dout_stage(j));
+      start_dq(j - 1);
+      mbarrier_wait_parity(barriers + DS_EMPTY + (j & 1), (j + 1 >> 1 & 1) ^ 1);
 #pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k)
-      stmatrix_x4_trans(ds_to + (j & 1) * DsTile::BYTES + k * 16 * DsTile::ROW_BYTES, ds[k]);
-    fence_proxy_async_shared();
-    release(DS_FULL + (j & 1));
-    issue_pv<QueryTile, Element>(dk, ds, q_now);
-    wgmma_wait<1>(registers_of(dq));
-    release(DS_EMPTY + (j - 1 & 1));
-    if (j > 0) hand_out_dq(j - 1);
-    wait_for_queries(next);
-    start_scores(q_stage(next));
-    wgmma_wait<0>(registers_of(s), registers_of(dk), ds);
+      for (int k = 0; k < BLOCK_M / 16; ++k)
+        stmatrix_x4_trans(ds_to + (j & 1) * DsTile::BYTES + k * 16 * DsTile::ROW_BYTES, ds[k]);
+      fence_proxy_async_shared();
+      release(DS_FULL + (j & 1));
+      issue_pv<QueryTile, Element>(dk, ds, q_now);
+      wgmma_wait<1>(registers_of(dq));
+      release(DS_EMPTY + (j - 1 & 1));
+      if (j > 0) hand_out_dq(j - 1);
+      wait_for_queries(next);
+      start_scores(q_stage(next));
+      wgmma_wait<0>(registers_of(s), registers_of(dk), ds);
+    }
+    // ---- tiles whose queries see every key
+#pragma unroll 1
+    for (; j < steps && !is_masked(j); ++j) {
+      // ---- P; under it the last step's dK
+      exponentiate_transposed(s, smem + SMEM_LSE + q_stage(j) * ROW_BYTES + lane_pair, p.scale_log2);
+      pack_p<Element>(packed_p, s);
+
+      // ---- dP, then dV
+      mbarrier_wait_parity(barriers + DOUT_FULL + dout_stage(j), j / DOUT_STAGES & 1);
+      wgmma_wait<0>(registers_of(dk), ds);  // the fragments of dS make room for dP
+      if (j > 0) release(Q_EMPTY + q_stage(j - 1));
+      const uint64_t dout_now = wgmma_descriptor_advance<DoutTile::BYTES>(dout_desc, dout_stage(j));
+      const unsigned char* const neg_delta = smem + SMEM_DELTA + dout_stage(j) * ROW_BYTES + lane_pair;
+#pragma unroll
+      for (int n = 0; n < BLOCK_M / 8; ++n) {
+        const QueryPair d = query_pair(neg_delta, n);
+        dp[0][n][0] = dp[0][n][2] = d.first;
+        dp[0][n][1] = dp[0][n][3] = d.second;
+      }
+      issue_added_qk<ValueTile, DoutTile, MMA_COLS_V / 16, Element>(dp, v_desc, dout_now);
+      issue_pv<DoutTile, Element>(dv, packed_p, dout_now);
+      wgmma_wait<1>(registers_of(dp));
+
+      // ---- dS; under it dV
+#pragma unroll
+      for (int n = 0; n < BLOCK_M / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[0][n][i] *= dp[0][n][i];
+      pack_p<Element>(ds, s);
+      if (warpgroup == 0 && j == 0) bar_arrive<STAGGER_BARRIER, 256>();
+
+      // ---- the last step's dQ, this step's dK
+      const uint64_t q_now = wgmma_descriptor_advance<QueryTile::BYTES>(q_desc, q_stage(j));
+      const int next = min_int(j + 1, steps - 1);
+      wgmma_wait<0>(registers_of(dv), packed_p);  // the fragments of P make room for dQ
+      release(DOUT_EMPTY + dout_stage(j));
+      start_dq(j - 1);
+      mbarrier_wait_parity(barriers + DS_EMPTY + (j & 1), (j + 1 >> 1 & 1) ^ 1);
+#pragma unroll
+      for (int k = 0; k < BLOCK_M / 16; ++k)
+        stmatrix_x4_trans(ds_to + (j & 1) * DsTile::BYTES + k * 16 * DsTile::ROW_BYTES, ds[k]);
+      fence_proxy_async_shared();
+      release(DS_FULL + (j & 1));
+      issue_pv<QueryTile, Element>(dk, ds, q_now);
+      wgmma_wait<1>(registers_of(dq));
+      release(DS_EMPTY + (j - 1 & 1));
+      if (j > 0) hand_out_dq(j - 1);
+      wait_for_queries(next);
+      start_scores(q_stage(next));
+      wgmma_wait<0>(registers_of(s), registers_of(dk), ds);
+    }
+    if (j == steps) break;
   }
   start_dq(steps - 1);
   wgmma_wait<0>(registers_of(dq), registers_of(dk), ds);

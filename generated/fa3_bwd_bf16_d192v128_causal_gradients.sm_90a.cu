@@ -12,6 +12,7 @@
 #include "flashgen/divisor.cuh"
 #include "flashgen/gemm_backward.cuh"
 #include "flashgen/ptx/atomic.cuh"
+#include "flashgen/ptx/elect.cuh"
 #include "flashgen/ptx/griddepcontrol.cuh"
 #include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/ptx/setmaxnreg.cuh"
@@ -198,7 +199,7 @@ struct KeyBlock {
 };
 FG_DEVICE KeyBlock& block_of(unsigned char* smem) { return *reinterpret_cast<KeyBlock*>(smem + SMEM_BLOCK); }
 
-// The queries that see a key. None see keys that do not exist.
+// The queries that see a key: of keys that do not exist, no query.
 FG_DEVICE QueryRange queries_of_key(const Params& p, const KeyTileCoord& w, int kv_pos) {
   return kv_pos < w.seqlen_kv ? seeing_queries(p, kv_pos, w.seqlen_q, w.seqlen_kv) : QueryRange{0, 0};
 }
@@ -550,7 +551,7 @@ fa3_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   }
   if (warp < LOAD_WARPS) {
     setmaxnreg_dec<LOAD_REGISTERS>();
-    if (threadIdx.x == 0) load(p, smem, barriers);
+    if (warp == 0 && elect_one()) load(p, smem, barriers);
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
     if (warp < 2 * LOAD_WARPS)

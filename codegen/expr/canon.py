@@ -17,12 +17,10 @@ from flashgen.codegen.expr.tree import (
     Const,
     Expr,
     Index,
-    Name,
     Op,
     Type,
     const,
     is_negative,
-    names_of,
     round_float,
     wrap_int,
 )
@@ -38,17 +36,6 @@ def canonical(tree: Expr) -> Expr:
     if not isinstance(tree, Op):
         return tree
     return build(tree.op, [canonical(arg) for arg in tree.args], tree.type)
-
-
-def canonical_text(tree: Expr) -> str:
-    """The cache key: equal for two expressions exactly if their canonical trees and parameters are.
-
-    Defaults of parameters are no part of it, since values are given at run time.
-    """
-    tree = canonical(tree)
-    params = sorted(f"{item.name}: {item.type}" if isinstance(item, Name) else str(item)
-                    for item in names_of(tree).values() if not (isinstance(item, Name) and item.kind == "scope"))
-    return tree.text + (f" where {'; '.join(params)}" if params else "")
 
 
 def build(op: str, args: Sequence[Expr], type_: Type) -> Expr:

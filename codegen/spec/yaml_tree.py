@@ -5,8 +5,9 @@ what YAML 1.1 would silently turn into something else becomes a Trap, which no f
 """
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from flashgen.files import show_path
 
 MAX_FILE_BYTES = 1 << 18
 MAX_DEPTH = 8  # a spec needs 6; the limit keeps Python's stack out of a hostile file's reach
+MAX_SCALAR = 1000  # digits of a number: Python refuses to convert far longer ones
 _TAG = "tag:yaml.org,2002:"
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -130,7 +132,7 @@ class _YamlReader:
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return Node(self._mapping(node, depth), where)
         if isinstance(node, yaml.ScalarNode):
-            value, note = _scalar(node.tag, node.value, plain=not node.style)
+            value, note = _scalar(node)
             return Node(value, where, note)
         return Node(Trap(f"a value tagged {node.tag}"), where)
 
@@ -166,54 +168,31 @@ class _YamlReader:
         return result
 
 
-def _scalar(tag: str, text: str, plain: bool) -> tuple[object, str]:
+def _scalar(node: yaml.ScalarNode) -> tuple[object, str]:
     """(value, note) of a scalar; the value is a Trap where YAML 1.1 reads something else than people write."""
-    kind = tag.removeprefix(_TAG)
+    kind, text, plain = node.tag.removeprefix(_TAG), node.value, not node.style
     if kind == "str":
         if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|0o[0-7]+", text):
             return text, ", which YAML 1.1 reads as text; write it in full" if plain else ", which is quoted text"
         return text, ", which is quoted text" if not plain and text in ("true", "false", "null") else ""
     if kind == "null":
         return None, "" if text else " (nothing is written)"
-    reader: Callable[[str], object] | None = {"bool": _bool, "int": _int, "float": _float}.get(kind)
-    try:
-        value = reader(text) if reader else None
-    except ValueError:
-        value = None
+    value = None
+    if kind in _AS_WRITTEN and len(text) <= MAX_SCALAR:
+        with contextlib.suppress(ValueError, KeyError):  # what is tagged as a kind, and is not of it
+            value = getattr(_YAML_1_1, f"construct_yaml_{kind}")(node)
     if value is None:
-        return Trap(text, None), f", which YAML reads as {_KINDS.get(kind, f'a value tagged {tag}')}"
-    as_written = {"bool": r"true|false|True|False|TRUE|FALSE", "int": r"[-+]?(0|[1-9]\d*)", "float": r".*"}[kind]
-    if re.fullmatch(as_written, text):
+        return Trap(text, None), f", which YAML reads as {_KINDS.get(kind, f'a value tagged {node.tag}')}"
+    if re.fullmatch(_AS_WRITTEN[kind], text):
         return value, ""
     shown = str(value).lower()
     return Trap(text, value), f", which YAML 1.1 reads as {shown}; write {shown}, or quote it if text is meant"
 
 
 _KINDS = {"timestamp": "a date", "binary": "binary data", "merge": "a merge key", "value": "a default key",
-          "int": "a number too long to use", "float": "a base-60 number"}
-
-
-def _bool(text: str) -> bool:
-    return {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}[text.lower()]
-
-
-def _int(text: str) -> int:
-    digits = text.replace("_", "").lower()
-    sign, digits = (-1 if digits.startswith("-") else 1), digits.lstrip("+-")
-    if len(digits) > 1000:  # Python refuses to convert far longer ones
-        raise ValueError("too long")
-    if ":" in digits:
-        value = 0
-        for part in digits.split(":"):
-            value = value * 60 + int(part)
-        return sign * value
-    if digits.startswith(("0x", "0b")):
-        return sign * int(digits, 0)
-    return sign * int(digits, 8 if digits.startswith("0") and digits != "0" else 10)
-
-
-def _float(text: str) -> float:
-    return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+          "int": "a number too long to use"}
+_AS_WRITTEN = {"bool": r"true|false|True|False|TRUE|FALSE", "int": r"[-+]?(0|[1-9]\d*)", "float": r"[^:]*"}
+_YAML_1_1 = yaml.constructor.SafeConstructor()
 
 
 def from_python(value: object, where: str, depth: int = 0) -> Node:

@@ -2,29 +2,26 @@
 
 There is a worker for each variant, which compiles it for all of its archs. Workers are forks of this process, so that
 they have every import and the compiler at hand: a fresh interpreter would take as long as a small kernel. They publish
-into the cache themselves; what they hand back is a small JSON file. A worker that dies takes only its own variant with
-it. Since hits are found first, a second build starts no process.
+into the cache themselves, and hand back their results through a pipe. A worker that dies takes only its own variant
+with it. Since hits are found first, a second build starts no process.
 """
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.source import Source
-from flashgen.errors import EnvironmentError_, FlashgenError
-from flashgen.runtime.compile.cache import STAGING_PREFIX, Cache, cache_key
+from flashgen.errors import FlashgenError
+from flashgen.runtime.compile.cache import Cache, cache_key
 from flashgen.runtime.compile.cubin import Resources
 from flashgen.runtime.compile.entry import Entry
 
@@ -125,7 +122,7 @@ def build_specs(specs: Sequence[Spec], cache: Cache | None = None, jobs: int | N
             _build_in_workers(groups, misses, cache, jobs or jobs_default(), report, keep_going)
         else:
             for index, miss in misses.items():
-                report.add(index, _build_here(miss, cache))
+                report.add(index, _compile(cache, miss))
     for index, spec in enumerate(specs):
         if index not in report.results:
             report.add(index, _failure(spec.variant, spec.arch, "not built: an earlier variant failed"))
@@ -171,15 +168,13 @@ def _prepare(spec: Spec, cache: Cache) -> BuildResult | _Miss:
     return _success(entry, seconds) if entry else _Miss(plan, source, cache_key(source, plan), seconds)
 
 
-def _build_here(miss: _Miss, cache: Cache) -> BuildResult:
-    start = time.perf_counter()
+def _compile(cache: Cache, miss: _Miss) -> BuildResult:
+    start = time.perf_counter() - miss.seconds
     try:
         entry = cache.build(miss.plan, miss.source)
-    except EnvironmentError_:
-        raise
     except FlashgenError as err:
         return _failure(miss.plan.variant, miss.plan.target, err, miss.key, time.perf_counter() - start)
-    return _success(entry, miss.seconds + time.perf_counter() - start)
+    return _success(entry, time.perf_counter() - start)
 
 
 def _success(entry: Entry, seconds: float) -> BuildResult:
@@ -201,62 +196,29 @@ def error_json(error: FlashgenError) -> dict[str, Any]:
 
 # -- many: worker processes
 
-Group = dict[str, list[int]]  # key -> positions in `specs`
+_Group = dict[str, list[int]]  # key -> positions in `specs`
 
 
-def _build_in_workers(groups: dict[str, Group], misses: dict[int, _Miss], cache: Cache, jobs: int, report: _Report,
+def _build_in_workers(groups: dict[str, _Group], misses: dict[int, _Miss], cache: Cache, jobs: int, report: _Report,
                       keep_going: bool) -> None:
-    """Compile every group in its own process; report each as it ends."""
-    work, directory = _work_dir(cache)
-    published = cache if directory == cache.directory else Cache(directory)
-    tasks = [(work / str(number), {key: misses[positions[0]] for key, positions in keys.items()}, keys)
-             for number, keys in enumerate(groups.values())]
-    try:
-        # Closed at once if `progress` raises: the workers must have ended before their folder goes.
-        with contextlib.closing(_run_workers(published, tasks, jobs)) as ended:
-            for files, code, keys in ended:
-                _collect(files, code, keys, misses, published, cache, report)
-                if report.failed and not keep_going:
-                    break
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _work_dir(cache: Cache) -> tuple[Path, Path]:
-    """(folder for this build's files, cache directory for the workers).
-
-    If the cache cannot be written, both are temporary and the kernels end up in the memory of `cache`.
-    """
-    if cache.directory is not None:
-        try:
-            return Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=cache.directory)), cache.directory
-        except OSError as err:
-            cache.warn_once(f"{cache.directory} cannot be written ({err.strerror})")
-    work = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX))
-    return work, work / "cache"
-
-
-_Task = tuple[Path, dict[str, _Miss], Group]  # file name of its results without suffix, what to compile, for whom
-
-
-def _run_workers(cache: Cache, tasks: list[_Task], jobs: int) -> Generator[tuple[Path, int, Group]]:
-    """At most `jobs` workers at a time; (file name, exit status, group) as they end. Closing it ends those that run."""
+    """Compile every group in its own process, at most `jobs` at a time; report each as it ends."""
     import multiprocessing
     from multiprocessing import connection
 
-    fork, waiting = multiprocessing.get_context("fork"), tasks[::-1]
-    running: dict[Any, tuple[Any, Path, Group]] = {}  # by what wait() takes
+    fork, waiting = multiprocessing.get_context("fork"), [*groups.values()][::-1]
+    running: dict[Any, tuple[Any, Any, _Group]] = {}  # (worker, log, group) by the pipe of results
     try:
-        while waiting or running:
+        while (waiting or running) and (keep_going or not report.failed):
             while waiting and len(running) < jobs:
-                files, work, keys = waiting.pop()
-                process = fork.Process(target=_work, args=(cache, files, work), daemon=True)
+                keys, (results, into) = waiting.pop(), fork.Pipe(duplex=False)
+                log = tempfile.TemporaryFile()  # noqa: SIM115  _collect closes it
+                work = {key: misses[positions[0]] for key, positions in keys.items()}
+                process = fork.Process(target=_work, args=(cache, log, work, into), daemon=True)
                 process.start()
-                running[process.sentinel] = (process, files, keys)
-            for sentinel in connection.wait(list(running)):
-                process, files, keys = running.pop(sentinel)
-                process.join()
-                yield files, process.exitcode or 0, keys
+                into.close()  # the worker has the only one: when it dies, the pipe ends
+                running[results] = process, log, keys
+            for ended in connection.wait(list(running)):
+                _collect(_received(ended), *running.pop(ended), misses, cache, report)
     finally:
         for process, *_ in running.values():
             process.terminate()
@@ -264,51 +226,38 @@ def _run_workers(cache: Cache, tasks: list[_Task], jobs: int) -> Generator[tuple
             process.join()
 
 
-def _work(cache: Cache, files: Path, work: dict[str, _Miss]) -> None:
-    """A worker: compiles, and leaves <files>.json with what happened to each key. What it says goes to <files>.log."""
-    sys.stdout = sys.stderr = open(files.with_suffix(".log"), "w", buffering=1)  # noqa: SIM115  to the end
+def _work(cache: Cache, log: IO[bytes], work: dict[str, _Miss], into: Any) -> None:
+    """A worker: compiles, and sends what happened to each key. What it says goes to `log`."""
     for standard in (1, 2):
-        os.dup2(sys.stdout.fileno(), standard)
-    results = {key: _compile(cache, miss) for key, miss in work.items()}
-    partial = files.with_suffix(".part")
-    partial.write_text(json.dumps(results))
-    os.rename(partial, files.with_suffix(".json"))  # a result file is whole or absent
+        os.dup2(log.fileno(), standard)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  to the end
+    into.send({key: _compile(cache, miss) for key, miss in work.items()})
 
 
-def _compile(cache: Cache, miss: _Miss) -> dict[str, Any]:
-    start = time.perf_counter()
-    result: dict[str, Any] = {"error": None, "hit": False}
+def _received(results: Any) -> dict[str, BuildResult]:
     try:
-        entry = cache.build(miss.plan, miss.source)
-        result |= {"hit": entry.hit, "resources": entry.cubin.resources.to_dict()}
-    except FlashgenError as err:
-        result["error"] = error_json(err)
-    return {**result, "seconds": time.perf_counter() - start}
+        found: dict[str, BuildResult] = results.recv()
+        return found
+    except (EOFError, OSError):  # the worker died
+        return {}
 
 
-def _collect(files: Path, code: int, keys: Group, misses: dict[int, _Miss], published: Cache, cache: Cache,
-             report: _Report) -> None:
-    """Report what a worker left behind: its results, or its death."""
-    try:
-        results = json.loads(files.with_suffix(".json").read_text())
-    except FileNotFoundError:
-        results = {}
+def _collect(results: dict[str, BuildResult], process: Any, log: IO[bytes], keys: _Group, misses: dict[int, _Miss],
+             cache: Cache, report: _Report) -> None:
+    """Report what a worker found, or its death."""
+    process.join()
+    log.seek(0)
+    said = log.read().decode(errors="replace").strip()
+    log.close()
     for key, positions in keys.items():
+        found = results.get(key)
+        if found is not None and found.entry is not None:
+            cache.remember(found.entry)
+            if found.path is None and cache.directory is not None:  # the worker's own warning went to its log
+                cache.warn_once(f"{cache.directory} cannot be written")
         for index in positions:
-            miss, result = misses[index], results.get(key)
-            if result is None:
-                log = files.with_suffix(".log")
-                details = log.read_text(errors="replace").strip() if log.exists() else ""
-                report.add(index, _failure(miss.plan.variant, miss.plan.target, _death(code), key, details=details))
-                continue
-            entry = published.get(miss.plan, miss.source) if result["error"] is None else None
-            if entry is not None and published is not cache:
-                entry = replace(entry, path=None)
-                cache.remember(entry)
-            resources = Resources.from_dict(result["resources"]) if result["error"] is None else None
-            report.add(index, BuildResult(miss.plan.variant, miss.plan.target, key, entry.path if entry else None,
-                                          result["hit"], miss.seconds + result["seconds"], result["error"], resources,
-                                          entry))
+            plan = misses[index].plan
+            report.add(index, found or _failure(plan.variant, plan.target, _death(process.exitcode), key, details=said))
 
 
 def _death(code: int) -> str:

@@ -22,13 +22,14 @@ from flashgen.codegen.families.registry import FAMILIES, fastest_first
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
+from flashgen.codegen.spec.expressions import SINK
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import BundleError, UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.launch.driver import device_facts
 from flashgen.runtime.launch.kernel import Kernel
 from flashgen.runtime.select.bundle import Bundle
-from flashgen.runtime.select.handles import Form, title
+from flashgen.runtime.select.handles import Form, forget_paths, form, opened, title
 from flashgen.runtime.select.selector import Selector, Wanted, selector, serving
 from flashgen.runtime.select.variant import Variant
 
@@ -56,8 +57,7 @@ class Registry:
         self._bundles: list[Bundle] | None = None
         self._opened: dict[str, Variant | tuple[Spec, ...]] = {}  # by handle; specs of a Variant follow from the call
         self._kernels: dict[tuple[Wanted, int], Kernel | EmulatedKernel] = {}
-        self._params: dict[str, tuple[Param, ...]] = {}
-        self._forms: dict[str, Form] = {}
+        self._read: dict[str, tuple[tuple[Param, ...], Form]] = {}  # what variants of a handle read of each call
         self._lock = threading.RLock()  # a signal handler that calls a kernel may come while one is being found
         self.generation = 0  # changes when what was memoised elsewhere may no longer be the first choice
 
@@ -68,7 +68,8 @@ class Registry:
         self.generation += 1
 
     def load_bundle(self, directory: str | Path) -> Bundle:
-        """Serve the kernels of a bundle from now on, before older bundles. BundleError if it is damaged."""
+        """Serve the precompiled kernels of `directory` (written by `flashgen bundle`) from now on, without a compiler,
+        before those of older bundles. BundleError if its manifest is damaged or of an incompatible flashgen."""
         bundle = Bundle.load(directory)
         with self._lock:
             self._bundles = [bundle, *self._search_path()]
@@ -83,46 +84,39 @@ class Registry:
         return self._bundles
 
     def reload(self) -> None:
-        """Forget all that was read from spec files, and the kernels that came of it."""
-        with self._lock:
-            from flashgen.runtime.select.handles import forget_paths
+        """Read spec files anew: what changed in them counts from the next call on, also in compiled graphs.
 
-            for memo in (self._opened, self._params, self._forms, self._kernels):
+        Each file is otherwise read once per process, and each relative path is looked up once per working directory.
+        """
+        with self._lock:
+            for memo in (self._opened, self._read, self._kernels):
                 memo.clear()
             forget_paths()
             _shipped.cache_clear()
             self.generation += 1
 
     def _open(self, handle: str) -> Variant | tuple[Spec, ...]:
-        found = self._opened.get(handle)
-        if found is None:
-            from flashgen.runtime.select.handles import opened
-
-            found = self._opened[handle] = opened(handle)
-        return found
+        if handle not in self._opened:
+            self._opened[handle] = opened(handle)
+        return self._opened[handle]
 
     def params(self, handle: str) -> tuple[Param, ...]:
         """What variants of a handle read of each call, sorted by name, the sink last."""
-        found = self._params.get(handle)
-        if found is None:
-            from flashgen.codegen.spec.expressions import SINK
-
-            spec = self._open(handle)
-            known = [p for one in spec for p in one.expressions.params] if isinstance(spec, tuple) else spec.params
-            by_name = {param.name: param for param in known if param != SINK}
-            found = self._params[handle] = (*(by_name[name] for name in sorted(by_name)),
-                                            *((SINK,) if SINK in known else ()))
-        return found
+        return self._params_and_form(handle)[0]
 
     def form(self, handle: str) -> Form:
         """What sorts the values of a call's parameters."""
-        found = self._forms.get(handle)
-        if found is None:
-            from flashgen.runtime.select.handles import form
+        return self._params_and_form(handle)[1]
 
+    def _params_and_form(self, handle: str) -> tuple[tuple[Param, ...], Form]:
+        found = self._read.get(handle)
+        if found is None:
             spec = self._open(handle)
+            known = [p for one in spec for p in one.expressions.params] if isinstance(spec, tuple) else spec.params
             declared = [p for one in spec for p in one.params] if isinstance(spec, tuple) else spec.fields["params"]
-            found = self._forms[handle] = form(handle, self.params(handle), [param.name for param in declared])
+            by_name = {param.name: param for param in known if param != SINK}
+            params = (*(by_name[name] for name in sorted(by_name)), *((SINK,) if SINK in known else ()))
+            found = self._read[handle] = params, form(handle, params, [param.name for param in declared])
         return found
 
     def kernel(self, wanted: Wanted, device_index: int) -> Kernel | EmulatedKernel:
@@ -150,8 +144,7 @@ class Registry:
         return device_facts(device_index).num_sms
 
     def for_sizes(self, wanted: Wanted, device_index: int, sizes: Sizes) -> Wanted:
-        """`wanted` with what the sizes of the call make the better choice: without a look at any
-        kernel."""
+        """`wanted` with what the sizes of the call make the better choice: without a look at any kernel."""
         if wanted.kv_layout == "varlen" or wanted.window or not wanted.tensor_maps or not self._has_twins(wanted.spec):
             return wanted
         for family in fastest_first(wanted.op):
@@ -206,6 +199,7 @@ class Registry:
 
 
 registry = Registry()
+load_bundle, reload = registry.load_bundle, registry.reload  # as flashgen offers them
 os.register_at_fork(after_in_child=lambda: registry.in_child())
 
 
@@ -218,7 +212,6 @@ def _from_search_path(path: str) -> Bundle:
 
 
 def form_of(handle: str) -> Form:
-    """What sorts the values of a call's parameters."""
     return registry.form(handle)
 
 

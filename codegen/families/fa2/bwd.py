@@ -53,6 +53,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         ("DS", tile_bytes(tile.n, tile.m), "dS of a step, keys as rows"),
         ("ROWS", tile.stages * 2 * 4 * tile.m, "-lse and -delta of each stage's queries"),
         ("WORK", 32, "which sequence, head and key tile this block has"),
+        ("TILES", 16, "the query tiles that see its keys"),
     ))
     return Plan(
         variant=spec.variant, target=target.name, family="fa2", pass_="bwd", spec=spec.fields(),
@@ -72,7 +73,7 @@ def _shares(spec: Spec, tile: BwdTileRow) -> Shares:
     rows, cols = _dq_warps(spec.head_dim_qk, tile)
     shares = Shares(tile.key_warps, query_warps, tile.n // (16 * tile.key_warps), tile.m // query_warps,
                     _blocks(spec.head_dim_qk, query_warps), _blocks(spec.head_dim_v, query_warps),
-                    rows, cols, tile.m // (16 * rows), _blocks(spec.head_dim_qk, cols))
+                    rows, cols, tile.m // (16 * rows), _blocks(spec.head_dim_qk, cols * tile.dq_passes))
     assert tile.m % GROUP_ROWS == 0 and shares.queries % 16 == 0 and tile.n % (16 * tile.key_warps) == 0
     assert not query_warps & (query_warps - 1) and not cols & (cols - 1), "columns are dealt to a power of two"
     return shares
@@ -107,7 +108,8 @@ def _constants(spec: Spec, tile: BwdTileRow, shares: Shares, target: Target) -> 
         Constant("DQ_ROW_WARPS", shares.dq_row_warps, "warps along queries of dQ"),
         Constant("DQ_COL_WARPS", shares.dq_col_warps, "along its columns"),
         Constant("DQ_FRAGMENTS", shares.dq_fragments, "16-query fragments per warp"),
-        Constant("DQ_BLOCKS", shares.dq_blocks, "blocks of 16 columns per warp"),
+        Constant("DQ_PASSES", tile.dq_passes, "parts of its columns, one after the other: fewer registers"),
+        Constant("DQ_BLOCKS", shares.dq_blocks, "blocks of 16 columns per warp and pass"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q, k and dk in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v, dout and dv in device memory"),
         Constant("MMA_COLS_QK", round_up(spec.head_dim_qk, 16), "columns of the QK product and of the sums of dQ"),

@@ -16,11 +16,14 @@ from flashgen.codegen.families.shared.tiles import Row, TileTable
 class BwdTileRow(Row):
     _: KW_ONLY
     key_warps: int
+    dq_passes: int = 1  # dQ is made in so many parts of its columns
     blocks_per_sm: int = 1
 
 
-_hopper = functools.partial(BwdTileRow, targets=HOPPER | B200, source=(
+_hopper = functools.partial(BwdTileRow, targets=HOPPER, source=(
     "the largest tile that 255 registers and 227 KiB of shared memory hold; not timed"))
+_b200 = functools.partial(BwdTileRow, targets=B200, source=(
+    "the sm_90 tile, narrower where registers run out; not timed"))
 _a100 = functools.partial(BwdTileRow, targets=A100, source=(
     "the sm_90 tile shrunk to 164 KiB of shared memory per SM; not timed"))
 _small = functools.partial(BwdTileRow, targets=SMALL_SMEM, source=(
@@ -33,13 +36,18 @@ _ROWS: tuple[BwdTileRow, ...] = (
     _hopper(128, 128, m=64, n=128, warps=8, key_warps=4, stages=2),
     _hopper(192, 128, m=64, n=96, warps=8, key_warps=2, stages=2),
     _hopper(192, 192, m=64, n=64, warps=8, key_warps=2, stages=2),
-    _hopper(256, 256, m=64, n=64, warps=8, key_warps=2, stages=2),
+    _hopper(256, 256, m=64, n=64, warps=8, key_warps=2, stages=2, dq_passes=2),
+    _b200(32, 32, m=128, n=128, warps=8, key_warps=4, stages=2),
+    _b200(96, 96, m=64, n=128, warps=8, key_warps=4, stages=2),
+    _b200(192, 128, m=64, n=96, warps=8, key_warps=2, stages=2),
+    _b200(192, 192, m=64, n=64, warps=8, key_warps=2, stages=2),
+    _b200(256, 256, m=64, n=32, warps=8, key_warps=2, stages=2),
     _a100(32, 32, m=128, n=128, warps=8, key_warps=4, stages=2),
     _a100(64, 64, m=128, n=128, warps=8, key_warps=4, stages=1),
     _a100(96, 96, m=64, n=128, warps=8, key_warps=4, stages=2),
-    _a100(128, 128, m=64, n=128, warps=8, key_warps=4, stages=2),
+    _a100(128, 128, m=64, n=128, warps=8, key_warps=4, stages=2, register_usage_level=2),
     _a100(192, 192, m=64, n=64, warps=8, key_warps=2, stages=2),
-    _a100(256, 256, m=64, n=64, warps=8, key_warps=2, stages=1),
+    _a100(256, 256, m=64, n=64, warps=8, key_warps=2, stages=1, dq_passes=2),
     _small(32, 32, m=64, n=128, warps=8, key_warps=4, stages=2),
     _small(64, 64, m=64, n=128, warps=8, key_warps=4, stages=2),
     _small(96, 96, m=64, n=64, warps=8, key_warps=2, stages=2),

@@ -40,14 +40,15 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
                         where=spec.variant, allowed="head dims up to (256, 256) on sm_90a")
     varlen = spec.kv_layout == "varlen"
     barriers = _barriers(tile, varlen)
-    smem = _smem(spec, tile, barriers)
+    smem = _smem(spec, tile, mask, barriers)
     load_registers, mma_registers = REGISTERS
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="bwd", spec=spec.fields(),
         template="fa3/bwd.cu.j2", element=DTYPES[spec.dtype].element, constants=_constants(spec, tile),
         slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask),
                ("dq_order", "vector"), ("p_precision", tile.p_precision)),
-        flags=(("varlen", varlen), ("turns", tile.phase == "turns"), ("staggers", tile.phase != "turns"),
+        flags=(("varlen", varlen), ("masks_tiles", mask != "full"), ("keeps_keys", mask == "full"),
+               ("turns", tile.phase == "turns"), ("staggers", tile.phase != "turns"),
                ("staggers_after_ds", tile.phase == "after_ds"), ("staggers_after_dk", tile.phase == "after_dk"),
                ("scores_early", tile.order == "scores_early"), ("scores_late", tile.order == "scores_late")),
         params=gradients_params(spec, mask), smem=smem,
@@ -77,7 +78,7 @@ def _barriers(tile: BwdRow, varlen: bool) -> tuple[Barrier, ...]:
     )
 
 
-def _smem(spec: Spec, tile: BwdRow, barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
+def _smem(spec: Spec, tile: BwdRow, mask: str, barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
     m, n = tile.m, tile.n
     return layout_regions((
         ("K", tile_bytes(n, spec.head_dim_qk), f"{n} keys; at the end dK"),
@@ -89,7 +90,8 @@ def _smem(spec: Spec, tile: BwdRow, barriers: tuple[Barrier, ...]) -> tuple[Regi
          f"[{CONSUMERS} warpgroups] part of a tile of dQ, fp32 in fragment order"),
         ("LSE", tile.stages * 4 * m, f"{tile.stages} stages of -lse, in powers of two"),
         ("DELTA", tile.dout_stages * 4 * m, f"{tile.dout_stages} stages of -delta"),
-        ("TILES", round_up(4 * tile.stages, 16), "[stages] number of the query tile, and whether it is masked"),
+        *((("TILES", round_up(4 * tile.stages, 16), "[stages] number of the query tile, and whether it is masked"),)
+          if mask != "full" else ()),
         ("BLOCK", BLOCK_BYTES, "what the block has to do"),
         ("BARRIERS", 8 * sum(b.count for b in barriers), "the mbarriers"),
     ))

@@ -16,7 +16,14 @@ def grid(plan: Plan, values: Mapping[str, Number], num_sms: int) -> tuple[int, M
     heads have about two waves of blocks, the longest first. Else a section is a head."""
     heads = int(values["num_heads_kv"] * (1 if is_varlen(plan) else values["batch"]))
     n_tiles = max(int(values["n_tiles"]), 1)
-    waves = WAVES_PER_SECTION * -(-num_sms // n_tiles)
-    section = max(1, min(heads, waves)) if plan.spec_value("causal") else 1
+    wanted = WAVES_PER_SECTION * -(-num_sms // n_tiles)
+    section = _section(heads, wanted) if plan.spec_value("causal") else 1
     return key_tiles(plan, values), {
         "num_heads": heads, "heads_per_section": section, "section_blocks": section * n_tiles}
+
+
+def _section(heads: int, wanted: int) -> int:
+    """Heads of a section: about as many as wanted, so that no small section is left for the end, whose few blocks
+    would begin late with long ones."""
+    around = range(max(1, -(-wanted // 2)), max(1, min(2 * wanted, heads)) + 1)
+    return min(around or (heads,), key=lambda size: (-heads % size, abs(size - wanted)))

@@ -51,7 +51,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         template="fa3/bwd_wide.cu.j2", element=DTYPES[spec.dtype].element, constants=_constants(spec, p_precision),
         slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask),
                ("dq_order", "vector"), ("p_precision", p_precision)),
-        flags=(("varlen", varlen),), params=gradients_params(spec, mask), smem=smem,
+        flags=(("varlen", varlen), ("masks_tiles", True)), params=gradients_params(spec, mask), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),
         launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, _end(smem),

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.families.fa3.bwd_launch import grid
+from flashgen.codegen.families.fa3.bwd_loops import loops as backward_loops
 from flashgen.codegen.families.fa3.launch import launch, prefer
 from flashgen.codegen.families.fa3.loops import loops
 from flashgen.codegen.families.fa3.options import BACKWARD_ONLY, RULES, TRAITS, Options
@@ -13,5 +14,5 @@ from flashgen.codegen.families.shared.forward import ONLY, forward
 FA3 = Family(
     name="fa3", feature="wgmma", rank=1, arch="sm_90a", cards="Hopper: sm_90a",
     passes=(forward(lazily(f"{__package__}.lower", "lower"), launch, loops, prefer),
-            backward(f"{__package__}.bwd", grid=grid, only=BACKWARD_ONLY)),
+            backward(f"{__package__}.bwd", loops=backward_loops, grid=grid, only=BACKWARD_ONLY)),
     options=Options, only=ONLY, rules=RULES, traits=TRAITS, tiles=TILES, needs_maps=True, trace_depth=2)

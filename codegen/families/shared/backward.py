@@ -13,6 +13,7 @@ from typing import Any
 from flashgen.codegen.families.family import Pass
 from flashgen.codegen.families.shared.kernels import named
 from flashgen.codegen.families.shared.launch import MAX_GRID_X, Sizes, is_varlen, smallest_call, tiled_values
+from flashgen.codegen.families.shared.loops import KvLoop
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Buffer, Number, Program, Step
 from flashgen.codegen.spec.rule import Only
@@ -33,7 +34,8 @@ ONLY = (
 Grid = Callable[[Plan, Mapping[str, Number], int], tuple[int, Mapping[str, Number]]]
 
 
-def backward(gradients: str, *, grid: Grid | None = None, only: tuple[Only, ...] = ()) -> Pass:
+def backward(gradients: str, *, grid: Grid | None = None, only: tuple[Only, ...] = (),
+             loops: Callable[[Plan], tuple[KvLoop, ...]] | None = None) -> Pass:
     """`gradients`: the module whose lower_gradients(spec, target) makes the plan of the kernel of that name. `grid`:
     its blocks, where they are not one for each tile of keys. `only`: what else that kernel takes of a spec."""
 
@@ -49,7 +51,8 @@ def backward(gradients: str, *, grid: Grid | None = None, only: tuple[Only, ...]
         return found(plan, lambda sizes: launch({plan.step: plan}, sizes, 1), **call)
 
     return Pass("bwd", "attention_backward", "gradients of fwd", lower, launch, smallest_call, explain,
-                kernels=named("preprocess", "gradients", "postprocess"), shown="gradients", only=(*ONLY, *only))
+                kernels=named("preprocess", "gradients", "postprocess"), shown="gradients", loops=loops,
+                only=(*ONLY, *only))
 
 
 def key_tiles(plan: Plan, values: Mapping[str, Number]) -> int:

@@ -11,7 +11,7 @@ WHOLE_TITLE = "tiles that every row sees whole"
 @dataclass(frozen=True)
 class KvLoop:
     title: str
-    ends_at: str = ""               # a member of KvTiles, or a variable or function of the skeleton
+    ends_at: str = ""               # a member of KvTiles, a variable or function of the skeleton, or its condition
     masks_every_tile: bool = False
     masks_cut_tiles: bool = False   # only tiles from full_end on are masked
     subtract: str = "row_ref"       # which subtract_... of softmax_lazy.cuh scores go through

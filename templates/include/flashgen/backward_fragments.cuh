@@ -17,12 +17,13 @@ template <class Shape, int WARPS>
 struct DealtColumns {
   static constexpr int BLOCKS = Shape::COLS / 16;
   typename Shape::LaneView view;
-  int column_warp;
+  int column_warp, first_round;
 
-  FG_DEVICE DealtColumns(const unsigned char* tile, int column_warp, int lane)
-      : view(tile, lane % 16, lane / 16 + 2 * column_warp), column_warp(column_warp) {}
+  FG_DEVICE DealtColumns(const unsigned char* tile, int column_warp, int lane, int first_round = 0)
+      : view(tile, lane % 16, lane / 16 + 2 * column_warp), column_warp(column_warp), first_round(first_round) {}
 
-  FG_DEVICE const unsigned char* at(int rows16, int round) const {
+  FG_DEVICE const unsigned char* at(int rows16, int n) const {
+    const int round = first_round + n;
     const bool exists = (round + 1) * WARPS <= BLOCKS || round * WARPS + column_warp < BLOCKS;
     return view.at(rows16, exists ? round * WARPS : 0);
   }
@@ -142,14 +143,14 @@ FG_DEVICE void store_dealt(unsigned char* tile, const float (&x)[M][V][4], int r
 // Rows and columns were dealt, 16 at a time, to ROW_WARPS and COL_WARPS warps; COLS of the columns are kept. `sums`
 // points at those of the query tile: [64 rows][8 columns][16 rows][4 parts of a fragment][32 lanes].
 template <int COLS, int ROW_WARPS, int COL_WARPS, int M, int V>
-FG_DEVICE void add_dq(float* sums, const float (&dq)[M][V][4], int row_warp, int col_warp) {
+FG_DEVICE void add_dq(float* sums, const float (&dq)[M][V][4], int row_warp, int col_warp, int first_round) {
   static_assert(4 % ROW_WARPS == 0, "a warp's fragments lie at the same place in each group of 64 rows");
   float* const own = sums + col_warp * (2 * 512) + row_warp * 128 + threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const int block = v / 2 * COL_WARPS;
+      const int block = (first_round + v / 2) * COL_WARPS;
       if (block + COL_WARPS > COLS / 16 && block + col_warp >= COLS / 16) break;
       const int fragment = m * ROW_WARPS / 4 * (COLS / 8) + 2 * block + v % 2;
 #pragma unroll

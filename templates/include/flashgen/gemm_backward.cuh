@@ -3,6 +3,7 @@
 #pragma once
 #include "flashgen/gemm_async.cuh"
 #include "flashgen/ptx/math.cuh"
+#include "flashgen/ptx/wgmma_shapes.cuh"
 #include "flashgen/query_range.cuh"
 
 template <class ATile, class BTile, int FIRST, int K_STEPS, class Element, int N>
@@ -84,3 +85,12 @@ FG_DEVICE void zero_masked(float (&s)[1][N][4], int q_pos, Seeing seeing) {
 
 // One element of a packed pair, as bits.
 FG_DEVICE uint16_t half_of(uint32_t pair, int half) { return (uint16_t)(half == 0 ? pair : pair >> 16); }
+
+// Rows of an A operand that do not count become 0. `live`: all bits, or none, for each row half.
+template <int K>
+FG_DEVICE void keep_rows(uint32_t (&x)[K][4], const uint32_t (&live)[2]) {
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) x[k][r] &= live[r % 2];
+}
