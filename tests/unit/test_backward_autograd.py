@@ -27,7 +27,8 @@ PROBLEMS = (
     BackwardProblem(1, 33, 9, 2, 1, 16, 16, True, lse_gradient=True),  # rows without keys
     BackwardProblem(1, 20, 30, 1, 1, 16, 32, False, (3, 2), "fp16"),
     BackwardProblem(3, (5, 0, 9), (3, 4, 2), 2, 1, 16, 16, True, tail=2, lse_gradient=True),
-    BackwardProblem(0, 5, 5), BackwardProblem(2, 0, 5), BackwardProblem(2, 5, 0, lse_gradient=True))
+    BackwardProblem(0, 5, 5), BackwardProblem(2, 0, 5), BackwardProblem(2, 5, 0, lse_gradient=True),  # B018
+    BackwardProblem(0, (), (), tail=3), BackwardProblem(2, (0, 0), (3, 4)), BackwardProblem(2, (3, 1), (0, 0), tail=1))
 
 
 SPEC = {"name": "x", "family": "fa2", "pass_": "fwd", "arch": "sm_90", "dtype": "bf16", "head_dim_qk": 32,
@@ -54,7 +55,7 @@ def backward(x: BackwardInputs, inputs: tuple[Tensor, ...], **more: Any) -> tupl
     return torch.autograd.grad(outputs, inputs, (x.dout, x.dlse)[:len(outputs)])
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_gradients(problem: BackwardProblem) -> None:
     x = problem.make_inputs()
     found = by_name(backward(x, leaves(x)))

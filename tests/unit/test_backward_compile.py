@@ -79,6 +79,21 @@ def test_varlen_and_checkpoint() -> None:
         lambda *t: flashgen.attention(*t) * 2.0, q, k, v, use_reentrant=False), [(leaves(9),)]) == 1
 
 
+def test_the_explicit_form() -> None:
+    x = VARLEN.make_inputs()
+    torch._dynamo.reset()
+    keywords = x.keywords
+    compiled = torch.compile(lambda *t: flashgen.attention_backward(*t, **keywords), backend="aot_eager",
+                             fullgraph=True)
+    right = flashgen.attention_backward(*x.tensors, **keywords)
+    assert all(map(torch.equal, compiled(*x.tensors), right))
+    leaves = tuple(t.clone().requires_grad_() for t in x.tensors)
+    with torch.no_grad():
+        assert all(map(torch.equal, compiled(*leaves), right))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a gradient of attention's gradients"):
+        compiled(*leaves)
+
+
 def test_a_module_with_parameters() -> None:
     torch.manual_seed(0)
 
