@@ -1,6 +1,9 @@
 """Gradients of attention under torch.compile and as torch ops, with backward kernels played by the reference."""
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +13,7 @@ from backward_kit import FakeKernel, fake_kernels
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flashgen
 from flashgen.errors import UnsupportedError
@@ -95,26 +98,54 @@ def test_the_explicit_form() -> None:
         compiled(*leaves)
 
 
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 96).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3)
+        return flashgen.attention(q, k, v, causal=True)
+
+
 def test_a_module_with_parameters() -> None:
+    """Eager, compiled, exported, with a choice of what a checkpoint keeps, and with kept tensors on the host."""
     torch.manual_seed(0)
-
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = torch.nn.Linear(32, 96).bfloat16()
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3)
-            return flashgen.attention(q, k, v, causal=True)
-
     torch._dynamo.reset()
     layer, x = Layer(), torch.randn(2, 7, 32).bfloat16()
-    results = []
-    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
-        layer.zero_grad()
-        call(x).float().square().sum().backward()
-        results.append(layer.qkv.weight.grad.clone())
-    assert torch.equal(*results)
+    exported = torch.export.export(layer, (x,), dynamic_shapes={"x": {1: torch.export.Dim("s", min=2, max=100)}})
+    keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.flashgen.attention_lse.default])
+
+    def offloaded(x: Tensor) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return layer(x)
+
+    calls = {"compiled": torch.compile(layer, backend="aot_eager", fullgraph=True), "offloaded": offloaded,
+             "checkpointed": lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=keep)}
+    right = weight_gradient(layer, layer, x)
+    for name, call in calls.items():
+        assert torch.equal(weight_gradient(layer, call, x), right), name
+    module = exported.module()
+    assert torch.equal(weight_gradient(module, module, x), right)
+
+
+def weight_gradient(module: torch.nn.Module, call: Callable[..., Tensor], x: Tensor) -> Tensor:
+    module.zero_grad()
+    call(x).float().square().sum().backward()
+    found: Tensor = module.qkv.weight.grad.clone()
+    return found
+
+
+def test_nothing_holds_a_call_that_is_gone() -> None:
+    inputs = leaves(8)
+    gc.disable()
+    try:
+        out = flashgen.attention(*inputs)
+        node = weakref.ref(out.grad_fn)
+        del out
+        assert node() is None
+    finally:
+        gc.enable()
 
 
 def test_refusals_of_graphs() -> None:
