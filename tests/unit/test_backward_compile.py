@@ -25,7 +25,7 @@ TENSORS = ("Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, T
            "Tensor? cu_seqlens_kv")
 TAIL = "str spec, bool deterministic, SymInt[] ints=[], float[] floats=[], Tensor[]? tensors=None"
 RESULTS = "(Tensor, Tensor, Tensor)"
-VARLEN = BackwardProblem(3, (5, 0, 9), (3, 4, 2), 2, 1, 16, 16, True, tail=2, lse_gradient=True)
+VARLEN = BackwardProblem(3, (5, 0, 9), (3, 4, 2), 2, 1, causal=True, tail=2, lse_gradient=True)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeKernel]:
 
 def leaves(seqlen: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     made = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(1, n, heads, 16, generator=made).bfloat16().requires_grad_()
+    q, k, v = (torch.randn(1, n, heads, 64, generator=made).bfloat16().requires_grad_()
                for n, heads in ((seqlen, 2), (seqlen + 3, 1), (seqlen + 3, 1)))
     return q, k, v
 
@@ -101,10 +101,10 @@ def test_the_explicit_form() -> None:
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv = torch.nn.Linear(32, 96).bfloat16()
+        self.qkv = torch.nn.Linear(32, 384).bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 64)).unbind(-3)
         return flashgen.attention(q, k, v, causal=True)
 
 
@@ -193,7 +193,7 @@ def test_fakes() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_opcheck(dynamic: bool) -> None:
-    x = BackwardProblem(1, 9, 12, 2, 1, 16, 16, lse_gradient=True).make_inputs()
+    x = BackwardProblem(1, 9, 12, 2, 1, lse_gradient=True).make_inputs()
     ops = torch_ops.DYNAMIC if dynamic else torch_ops.OPS
     scale = torch_ops.as_numbers(0.3) if dynamic else 0.3
     plain = tuple(t.detach() for t in x.tensors)
