@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from flashgen.codegen.explain.counts import Shape
-from flashgen.codegen.families.registry import FAMILIES, lower, pass_of
+from flashgen.codegen.families.registry import FAMILIES, lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.render import render
 from flashgen.codegen.spec.spec import Spec
@@ -154,7 +154,6 @@ def timeline(spec: Spec, sizes: dict[str, Any] | None = None, block: int = 0) ->
         call = example.prepare()
         with collecting() as rows:
             call()
-    rows = rows[pass_of(spec).kernel_names.index(getattr(spec, "kernel", None)):]  # a call launches them in this order
     found = spans(rows[0], FAMILIES[plan.family].trace_depth) if rows else []
     if not found:
         raise UnsupportedError(f"block {block} does nothing", where="--block", allowed="a block with work to do",
