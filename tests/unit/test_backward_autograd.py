@@ -239,6 +239,9 @@ def test_deterministic_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
         out = torch.ops.flashgen.attention(*leaves(x), None, None, 0, -1, -1, 0.5, "")  # as exported programs call it
         refused("deterministic", "fixed order", lambda: out.sum().backward())
         assert all(map(torch.equal, backward(x, leaves(x), deterministic=False), plain))
+        with forward_ad.dual_level():  # so that the call goes by the dispatcher, whose op has no place for it
+            refused("deterministic", "differs from torch's switch", lambda: flashgen.attention(
+                *leaves(x), deterministic=False))
         assert flashgen.attention(x.q, x.k, x.v).shape == x.out.shape
         torch.use_deterministic_algorithms(True, warn_only=True)
         assert all(map(torch.equal, backward(x, leaves(x)), plain))
