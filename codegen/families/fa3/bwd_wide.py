@@ -28,9 +28,11 @@ REGISTERS = (24, 240)   # (load, mma): with more for the loads the compiler fall
 BLOCK_BYTES = 64        # struct KeyBlock, at most
 CONSUMERS_BARRIER = 1   # a named barrier
 FLOAT_BYTES = 4
+# (P of which dS is made, its stages), of which the first that fits is taken. The error of dS is a fifth less with fp32.
+# At D256 one stage of fp32 would fit, too. Two stages of elements are what was timed there.
+P_PRECISIONS = (("fp32", 2), ("element", 2))
 
 
-# dS is made of P in fp32 where that fits: it has a fifth less of an error than of P in 16 bits, and takes 16 KiB more.
 def lower_gradients(spec: Spec, target: Target) -> Plan:
     dims = f"({spec.head_dim_qk}, {spec.head_dim_v})"
     if not target.features >= {"tma", "wgmma"} or max(spec.head_dim_qk, spec.head_dim_v) > 256:
@@ -42,16 +44,17 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
     varlen = spec.kv_layout == "varlen"
     mask = mask_choice(spec.causal, spec.window)
     barriers = _barriers(varlen)
-    p_precision, smem = "fp32", _smem(spec, "fp32", barriers)
-    if _end(smem) > target.smem_per_block_bytes:
-        p_precision, smem = "element", _smem(spec, "element", barriers)
+    p_precision, p_stages, smem = next(
+        (precision, stages, smem) for precision, stages in P_PRECISIONS
+        if _end(smem := _smem(spec, precision, stages, barriers)) <= target.smem_per_block_bytes)
     load_registers, mma_registers = REGISTERS
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="bwd", spec=spec.fields(),
-        template="fa3/bwd_wide.cu.j2", element=DTYPES[spec.dtype].element, constants=_constants(spec, p_precision),
+        template="fa3/bwd_wide.cu.j2", element=DTYPES[spec.dtype].element,
+        constants=_constants(spec, p_precision, p_stages),
         slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask),
                ("dq_order", "vector"), ("p_precision", p_precision)),
-        flags=(("varlen", varlen), ("masks_tiles", True)), params=gradients_params(spec, mask), smem=smem,
+        flags=(("varlen", varlen), ("converts_dq", not varlen), ("masks_tiles", True)), params=gradients_params(spec, mask), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),
         launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, _end(smem),
@@ -100,7 +103,7 @@ def _barriers(varlen: bool) -> tuple[Barrier, ...]:
     )
 
 
-def _smem(spec: Spec, p_precision: str, barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
+def _smem(spec: Spec, p_precision: str, p_stages: int, barriers: tuple[Barrier, ...]) -> tuple[Region, ...]:
     block_bytes = BLOCK * BLOCK * ELEMENT_BYTES
     return layout_regions((
         ("K", _tile_bytes(spec.head_dim_qk), f"{BLOCK} keys; at the end dK"),
@@ -108,7 +111,7 @@ def _smem(spec: Spec, p_precision: str, barriers: tuple[Barrier, ...]) -> tuple[
         ("Q", STAGES * _tile_bytes(spec.head_dim_qk), f"{STAGES} stages of {BLOCK} queries"),
         ("DOUT", STAGES * _tile_bytes(spec.head_dim_v), f"{STAGES} stages of {BLOCK} rows of dO"),
         ("DS", STAGES * block_bytes, f"{STAGES} stages of dS, a row for each query"),
-        ("P", STAGES * _p_bytes(p_precision), f"{STAGES} stages of P, in the order of fragments"),
+        ("P", p_stages * _p_bytes(p_precision), f"{p_stages} stages of P, in the order of fragments"),
         ("LSE", STAGES * BLOCK * FLOAT_BYTES, f"{STAGES} stages of -lse in powers of two"),
         ("DELTA", STAGES * BLOCK * FLOAT_BYTES, f"{STAGES} stages of -delta"),
         ("TILES", round_up(4 * STAGES, 16), "which query tile is in a stage, and whether it is masked"),
@@ -117,7 +120,7 @@ def _smem(spec: Spec, p_precision: str, barriers: tuple[Barrier, ...]) -> tuple[
     ))
 
 
-def _constants(spec: Spec, p_precision: str) -> tuple[Constant, ...]:
+def _constants(spec: Spec, p_precision: str, p_stages: int) -> tuple[Constant, ...]:
     cols = round_up(spec.head_dim_qk, 16)
     load_registers, mma_registers = REGISTERS
     return (
@@ -125,7 +128,7 @@ def _constants(spec: Spec, p_precision: str) -> tuple[Constant, ...]:
         Constant("BLOCK_N", BLOCK, "keys per block"),
         Constant("Q_STAGES", STAGES, "query tiles in shared memory"),
         Constant("DOUT_STAGES", STAGES, "tiles of dO, likewise"),
-        Constant("P_STAGES", STAGES, "tiles of P on their way from one warpgroup to the other"),
+        Constant("P_STAGES", p_stages, "tiles of P on their way from one warpgroup to the other"),
         Constant("P_BYTES", _p_bytes(p_precision), f"of one, {p_precision}"),
         Constant("NUM_THREADS", WARPGROUP_THREADS * (CONSUMERS + 1), "with the producer warpgroup"),
         Constant("LOAD_WARPS", WARPGROUP_WARPS, "of the producer warpgroup"),
