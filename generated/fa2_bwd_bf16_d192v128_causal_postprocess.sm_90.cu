@@ -26,7 +26,7 @@ constexpr int SMEM_DQ = 0;  // 24576: 64 rows of dq
 constexpr int SMEM_BYTES = 24576;
 
 struct Params {
-  const float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], in fragment order (docs/backward.md)
+  const float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)
   Element* dq;  // [batch, seqlen_q, num_heads_q, head_dim_qk]
   int64_t dq_batch_stride, dq_row_stride, dq_head_stride;  // elements
   int32_t batch;  // sequences

@@ -82,7 +82,7 @@ struct Params {
   const Element* dout;  // [batch, seqlen_q, num_heads_q, head_dim_v]
   const float* neg_lse;  // [num_heads_q, q_tiles * BLOCK_M], -lse in powers of two; -inf where no key is seen
   const float* neg_delta;  // likewise, -rowsum(dout * out), plus dlse
-  float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], in fragment order (docs/backward.md)
+  float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)
   Element* dk;  // as k
   Element* dv;  // as v
   Element* dq;  // as q; for the last block of a head

@@ -185,8 +185,13 @@ def candidates(spec: Spec, shapes: Sequence[Shape], limit: int = MAX_CANDIDATES)
 
 
 def tile_table(spec: Spec) -> TileTable[Any]:
-    """The table of the spec's family. PlanError for one that has one tile."""
-    tiles = FAMILIES[spec.family].tiles
+    """The table of the spec's family. PlanError for one that has one tile, and for a pass that takes no other tile."""
+    family = FAMILIES[spec.family]
+    tiles, fixed = family.tiles, {each.name: only.why for each in family.passes for only in each.only
+                                  if only.field == "tile"}
+    if spec.pass_ in fixed:
+        raise PlanError(f"pass {spec.pass_} takes no tile from a spec: {fixed[spec.pass_]}", where=spec.variant,
+                        allowed=", ".join(f"pass {name}" for name in family.by_name if name not in fixed))
     if tiles is None:
         raise PlanError(f"family {spec.family} has one tile", where=spec.variant,
                         allowed=", ".join(name for name, family in FAMILIES.items() if family.tiles))
