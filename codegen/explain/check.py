@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from flashgen.codegen.families.registry import FAMILIES, lower, pass_of
 from flashgen.codegen.plan import Expression, Plan
 from flashgen.codegen.spec.expressions import NONE
 from flashgen.codegen.spec.spec import Spec
-from flashgen.errors import SpecError, UnsupportedError
+from flashgen.errors import SpecError, UnsupportedError, nearest_word
 
 SHOWN = {SKIP: "·", PARTIAL: "▒", FULL: "█"}
 COLUMNS, ROWS = 64, 32     # of the picture, at most
@@ -100,10 +99,9 @@ def _values(spec: Spec, params: Sequence[str]) -> tuple[dict[str, Any], dict[str
     for word in params:
         name, equals, text = word.partition("=")
         if not equals or name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
             raise UnsupportedError(f"{word!r} sets no parameter of {spec.name}", where="--param",
                                    allowed=", ".join(f"{each}=..." for each in known),
-                                   nearest=f"{close[0]}=" if close else "")
+                                   nearest=f"{near}=" if (near := nearest_word(name, known)) else "")
         values[name], texts[name] = _value(declared.get(name), text, name), text
     return values, texts
 
