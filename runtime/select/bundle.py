@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from flashgen.codegen.plan import CTYPES, Plan, params_layout, verify
 from flashgen.codegen.target import TARGETS
@@ -26,6 +26,9 @@ from flashgen.runtime.compile.cubin import Resources, check_image
 from flashgen.runtime.compile.entry import Entry, FileFacts, canonical, facts, read_listed, read_signed, signed
 from flashgen.runtime.launch.rehearsal import check_launch
 from flashgen.runtime.select.selector import Selector, selector_of
+
+if TYPE_CHECKING:
+    from flashgen.runtime.compile.build import Rendered
 
 SCHEMA = 4        # of the manifest
 LAUNCH_RULES = 6  # raise it when families/*/launch.py derives grid, block or argument values from a plan differently
@@ -193,17 +196,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return fields
 
 
-class Keyed(Protocol):
-    """What is bundled, compiled or not yet: a kernel's plan and its key in the cache."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def key(self) -> str: ...
-
-
-_Keyed = TypeVar("_Keyed", bound=Keyed)
+_Keyed = TypeVar("_Keyed", "Rendered", Entry)  # what is bundled, compiled or not yet
 
 
 def one_per_selector(kernels: Iterable[_Keyed]) -> list[_Keyed]:
