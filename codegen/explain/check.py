@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashgen.codegen.explain.explain import typical
@@ -52,10 +52,8 @@ class Check:
             if tree is not None:
                 found[kind] = {"written": getattr(self.spec, kind), "canonical": tree.text,
                                "parts": [{"text": node.text, "type": node.type} for node in parts_of(tree)]}
-        found["cuda"] = {e.slot: {"uniform": [vars(p) for p in e.uniform], "row": [vars(p) for p in e.row],
-                                  "column": [vars(p) for p in e.column], "rest": e.rest, "tile_class": e.tile_class,
-                                  "class_rows": [vars(p) for p in e.class_rows],
-                                  "first": list(e.first), "last": list(e.last)} for e in self.plan.expressions}
+        found["cuda"] = {e.slot: {name: value for name, value in asdict(e).items()
+                                  if name not in ("slot", "about", "whole")} for e in self.plan.expressions}
         if self.tiles is not None:
             tiles = self.tiles
             found["tiles"] = {"block_m": tiles.block_m, "block_n": tiles.block_n, "visited": tiles.visited,

@@ -238,7 +238,7 @@ def test_the_registry_is_light():
 
 
 # Lines of codegen and runtime, less the emulator, which has two of many things. The number may only fall.
-MAX_LINES = 16887
+MAX_LINES = 16885
 
 
 def test_lines():
