@@ -35,7 +35,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
     if max(spec.head_dim_qk, spec.head_dim_v) > NARROW_HEAD_DIM:
         return bwd_wide.lower_gradients(spec, target)
     mask = mask_choice(spec.causal, spec.window)
-    tile = TILES.find(target.name, mask, spec.head_dim_qk, spec.head_dim_v)
+    tile = TILES.find(target.name, mask, spec.head_dim_qk, spec.head_dim_v, spec.dtype)
     if not target.features >= {"tma", "wgmma"} or tile is None:
         raise PlanError(f"no fa3 backward tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256) on sm_90a")
@@ -48,8 +48,8 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         template="fa3/bwd.cu.j2", element=DTYPES[spec.dtype].element, constants=_constants(spec, tile),
         slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask),
                ("dq_order", "vector"), ("p_precision", tile.p_precision), *turns_slot(spec, mask)),
-        flags=(("varlen", varlen), ("deterministic", spec.deterministic), ("converts_dq", not varlen), ("masks_tiles", mask != "full"),
-               ("keeps_keys", mask == "full"),
+        flags=(("varlen", varlen), ("deterministic", spec.deterministic), ("converts_dq", not varlen),
+               ("masks_tiles", mask != "full"), ("keeps_keys", mask == "full"),
                ("turns", tile.phase == "turns"), ("staggers", tile.phase != "turns"),
                ("staggers_after_ds", tile.phase == "after_ds"), ("staggers_after_dk", tile.phase == "after_dk"),
                ("scores_early", tile.order == "scores_early"), ("scores_late", tile.order == "scores_late")),
@@ -59,6 +59,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
                       "x = n_tiles * num_heads_kv" + ("" if varlen else " * batch"), programmatic=True),
         tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
+        allowed_spill_bytes=tile.spill_bytes,
     )
 
 
