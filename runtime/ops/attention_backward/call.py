@@ -15,7 +15,6 @@ from flashgen.runtime.ops.arguments import check_unread, flag, pair, require_ten
 from flashgen.runtime.ops.attention.checks import (
     WINDOW_ALLOWED,
     causal_code,
-    check_deterministic,
     check_pair,
     check_qkv,
     read_deterministic,
@@ -141,7 +140,6 @@ class AttentionBackward(front.Operation):
         dout, q, k, v, out, _, _, cu_q, cu_kv = call.tensors
         causal, left, right, scale, text, deterministic, _, _ = call.options
         check_values(q, k, v, cu_q, cu_kv, window=(left, right), scale=scale)
-        check_deterministic(deterministic)
         named = zip(self.signature.tensors, call.tensors, strict=True)
         if copies := tuple(place for place, (arg, t) in enumerate(named) if not _readable(arg.name, t)):
             return Ready(copies=copies)
