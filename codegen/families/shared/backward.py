@@ -30,8 +30,7 @@ ONLY = (
     *(Only(name, (None,), "its tile table decides") for name in ("tile", "stages", "roles")),
 )
 
-# From the gradients' plan, values of the call and SMs to more values of that kernel, and its number of blocks. A value
-# `converts_dq` that is not 0 says that it ends dQ itself, so that there is no postprocess.
+# From the gradients' plan, values of the call and SMs to more values of that kernel, and its number of blocks.
 Grid = Callable[[Plan, Mapping[str, Number], int], tuple[int, Mapping[str, Number]]]
 
 
@@ -68,8 +67,8 @@ def _one_block_per_tile(plan: Plan, values: Mapping[str, Number], num_sms: int) 
 def _launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int, grid: Grid) -> Program:
     """The program of a backward call: a step for each of the given plans. UnsupportedError if a grid is too large."""
     plan = next(iter(plans.values()))
-    ordered = {bool(dict(each.spec).get("deterministic")) for each in plans.values()}
-    if len(ordered) > 1:
+    in_turns = {bool(each.spec_value("deterministic")) for each in plans.values()}
+    if len(in_turns) > 1:
         raise UnsupportedError("kernels of one call differ in `deterministic`", where=plan.kernel_name,
                                allowed="all of them true, or all false", next="a spec file or bundle that has both")
     block_m, block_n, varlen = plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), is_varlen(plan)
@@ -85,16 +84,12 @@ def _launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int, grid: Grid) -
                if param.name.endswith("_batch_stride") and varlen}
     blocks = {"preprocess": q_tiles * sizes.num_heads_q, "postprocess": groups}
 
-    steps, heads = [], 0  # those that count the blocks which have arrived
-    for name, each in plans.items():
-        grid_x, more = (blocks[name], {}) if name in blocks else grid(each, values, num_sms)
-        if more.get("converts_dq"):
-            heads = sizes.batch * sizes.num_heads_kv
-        steps.append(Step(name, grid_x, each.launch.threads, {**values, **more}))
+    def step(name: str, plan: Plan) -> Step:
+        grid_x, more = (blocks[name], {}) if name in blocks else grid(plan, values, num_sms)
+        return Step(name, grid_x, plan.launch.threads, {**values, **more})
+
     rows, columns = q_tiles * block_m, -(-int(str(plan.spec_value("head_dim_qk"))) // 16) * 16
-    return Program(tuple(step for step in steps if not (heads and step.kernel == "postprocess")), (
+    return Program(tuple(step(*item) for item in plans.items()), (
         Buffer("neg_lse", "f32", (sizes.num_heads_q, rows)), Buffer("neg_delta", "f32", (sizes.num_heads_q, rows)),
         Buffer("dq_accum", "f32", (sizes.num_heads_q, rows, columns)),
-        Buffer("arrived_blocks", "i32", (heads,), "counters"),
-        *((Buffer("turns", "i32", (sizes.num_heads_q, q_tiles, plan.constant(TURN_PARTS))),) if True in ordered
-          else ())))
+        *(Buffer("turns", "i32", (sizes.num_heads_q, q_tiles, plan.constant(TURN_PARTS))) for each in in_turns if each)))
