@@ -79,7 +79,8 @@ ROWS: dict[str, tuple[Param, ...]] = {
 SLOTS: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
-    "queries": ("full", "causal", "window"), "turns": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS), "dq_order": ("vector", "component"),
+    "queries": ("full", "causal", "window"),
+    "turns": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS), "dq_order": ("vector", "component"),
     "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS),
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }

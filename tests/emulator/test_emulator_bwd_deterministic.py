@@ -24,7 +24,8 @@ ARCHS = {"fa2": "sm_90", "fa3": "sm_90a"}
 MASKS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window": True}}
 # One block at a time, in the order of launch: whoever waits for a later one is stuck.
 IN_TURN = Schedule("eager", 0, resident=1, most_resident=1)
-SCHEDULES = (IN_TURN, Schedule("random", 1, resident=8), Schedule("lazy", 2, resident=3), Schedule("eager", 3, resident=9))
+SCHEDULES = (IN_TURN, Schedule("random", 1, resident=8), Schedule("lazy", 2, resident=3),
+             Schedule("eager", 3, resident=9))
 
 
 def results(call: Call, schedule: Schedule, family: str = "fa3", dims: tuple[int, int] = (64, 64), **fields: Any
