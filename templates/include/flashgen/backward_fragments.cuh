@@ -70,8 +70,17 @@ FG_DEVICE void exponentiate(float (&s)[M][N][4], const float* neg_lse, float sca
   }
 }
 
-// dS from dP, which it replaces, and from P in fp32. The derivative of a score by the product of q and k would be one
-// more factor here.
+template <int M, int N>
+FG_DEVICE void multiply(float (&x)[M][N][4], const float (&by)[M][N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[m][n][i] *= by[m][n][i];
+}
+
+// dS from dP, which it replaces, and from P in fp32, times the slope of scores where an expression changes them.
 template <int M, int N>
 FG_DEVICE void differentiate(float (&dp)[M][N][4], const float (&p)[M][N][4], const float* neg_delta) {
 #pragma unroll
@@ -88,15 +97,14 @@ FG_DEVICE void differentiate(float (&dp)[M][N][4], const float (&p)[M][N][4], co
 }
 
 // Sets to zero what belongs to a masked pair, whatever it was: an infinity or NaN there must not reach a sum. `kv_pos`
-// and `q_pos` are those of this lane's element x[0][0][0]; `seen_by(kv_pos)` is the range of queries that see a key.
+// and `q_pos` are those of this lane's element x[0][0][0]; `seen_by(kv_pos)` says which queries see a key.
 template <int M, int N, class SeenBy>
 FG_DEVICE void zero_masked(float (&x)[M][N][4], int kv_pos, int q_pos, SeenBy seen_by) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const QueryRange queries = seen_by(kv_pos + 16 * m + 8 * h);
-      const QueryRange here = {queries.begin - q_pos, queries.end - q_pos};  // so that columns are constants
+      const auto here = counted_from(seen_by(kv_pos + 16 * m + 8 * h), q_pos);  // so that columns are constants
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
