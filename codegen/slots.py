@@ -16,7 +16,7 @@ A slot's contract is the set of device functions its files define:
   queries  (backward) QueryRange seeing_queries(p, kv_pos, seqlen_q, seqlen_kv), the reverse of `mask`: the queries that
           see a key, an interval that never moves left as kv_pos grows
   key_mask (backward) int tile_class(p, work, head_q, first, last), what queries of these tiles see of the block's keys;
-          KeySight, in the place of a QueryRange: one key, and holds(sight, query)
+          bool sees(p, work, head_q, kv_pos, query)
   score_slope (backward) score_mod(s, slopes, p, work, head_q, kv_pos, query): the expression and its derivative
   row_tile (backward) RowTile row_tile(p, tile, head_q): the rows of a query tile of the kernels around the gradients
   dq_order (backward) read_fragments(x, group): how elements of a fragment lie in dq_accum

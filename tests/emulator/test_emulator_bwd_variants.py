@@ -37,3 +37,40 @@ def test_shipped_variants(name: str) -> None:
                               "softcap": {"softcap": 1.5}, "chunked": {"chunk": 64},
                               "window_sinks": {"window": 40, "num_sink": 4}}.get(name, {})
     check(variant_fields(name), Call(LENGTHS, dlse=True), **values)
+
+
+HEAD_WINDOWS = {"mask": "kv_pos <= q_pos and q_pos - kv_pos < reach[head_q]",
+                "params": {"reach": {"type": "tensor", "dtype": "int32", "shape": ["num_heads_q"]}}}
+# Positions past the last query would make NaN, if anything came of them.
+ROOTS = {"score": "score * log(float(seqlen_q - q_index)) if q_index < seqlen_q else log(-1.0)", "params": {}}
+
+
+def test_masks_of_heads() -> None:
+    """Each query head of a kv head has tiles of its own, and one has none."""
+    check(HEAD_WINDOWS, Call(((300, 300),), 4, 2), reach=torch.tensor([200, 10, 0, 77], dtype=torch.int32))
+    check({**HEAD_WINDOWS, "align": "top_left"}, Call(((300, 140), (300, 140)), 2, 1, dlse=True),
+          reach=torch.tensor([0, 90], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("fields", [
+    {"score": "score + bias[head_q, kv_pos]", "mask": "doc[q_pos] == doc[kv_pos] and batch != 1", "params": {
+        "bias": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q", 8]},
+        "doc": {"type": "tensor", "dtype": "int32", "shape": ["total_kv"], "sorted": True}}},
+    {**ROOTS, "causal": True}, {**ROOTS, "window": True, "dtype": "fp16"}], ids=["both", "causal", "window"])
+def test_packed_sequences(fields: dict[str, Any]) -> None:
+    """Some without queries or keys; rows of no sequence behind the last."""
+    check({**fields, "kv_layout": "varlen"},
+          Call(((70, 100), (30, 30), (0, 50), (130, 0), (140, 200)), 2, 1, rest=(5, 0), window=(40, 20)))
+
+
+def test_more_tiles_than_a_warp_looks_at_once() -> None:
+    """Of which most are empty: those in between are passed over by the spans of tiles."""
+    mask = {"mask": "kv_pos <= q_pos and q_pos - kv_pos < 5 or kv_pos == 0 and q_pos % 4000 < 2"}
+    check(mask, Call(((8300, 70),), 1, 1), arch="sm_86")
+
+
+@pytest.mark.parametrize("arch, head_dim", [("sm_86", 128), ("sm_80", 256), ("sm_90", 96)])
+def test_other_tiles(arch: str, head_dim: int) -> None:
+    """With one stage, and with dQ in two parts."""
+    check(variant_fields("document") | {"score": "1.5 * tanh(score / 1.5)"}, Call(((150, 190),)), arch=arch,
+          head_dim=head_dim)

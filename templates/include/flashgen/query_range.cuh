@@ -24,7 +24,4 @@ FG_DEVICE QueryTiles query_tiles(QueryRange first, QueryRange last, int seqlen_q
   return tiles;
 }
 
-FG_DEVICE QueryRange counted_from(QueryRange queries, int q_pos) {
-  return {queries.begin - q_pos, queries.end - q_pos};
-}
 FG_DEVICE bool holds(QueryRange queries, int q_pos) { return queries.begin <= q_pos && q_pos < queries.end; }
