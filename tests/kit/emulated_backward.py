@@ -126,7 +126,8 @@ def _truth_of_expressions(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tenso
     starts = [torch.tensor([0, *(pair[side] for pair in call.lengths)]).cumsum(0) for side in (0, 1)]
     packed = {"cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1]} if varlen else {}
     causal = ("top_left" if call.top_left else True) if spec.causal else False
-    out, lse = reference(*inputs, causal=causal, window=call.window, mods=ExpressionMods.of(spec, call.params), **packed)
+    out, lse = reference(*inputs, causal=causal, window=call.window if spec.window else UNBOUNDED,
+                         mods=ExpressionMods.of(spec, call.params), **packed)
     if not varlen:
         out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
     loss = (out * dout.double()).sum()
