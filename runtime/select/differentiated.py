@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
 
 # What kernels of both passes have in common; in a file of specs, each variant says all of it.
-_KEPT = ("name", "dtype", "head_dim_qk", "head_dim_v", "kv_layout", "causal", "window", "score", "mask", "params", "align",
-         "sink", "normalize")
-_CALL = ("dtype", "head_dim_qk", "head_dim_v", "kv_layout")  # what a variant for other calls has otherwise
+_CALL = ("dtype", "head_dim_qk", "head_dim_v", "kv_layout")
+_KEPT = ("name", *_CALL, "causal", "window", "score", "mask", "params", "align", "sink", "normalize")
 
 
 def backward_specs(handle: str, found: Variant | tuple[Spec, ...], kinds: Sequence[Mapping[str, Any]], op: str
                    ) -> tuple[Spec, ...]:
-    """Specs of what a handle names for an operation that answers with gradients: its own, or those made of its others.
-    `kinds`: the fields of the kernels that could serve the call. UnsupportedError, with the reason, if there are none."""
+    """Specs of what a handle names for an operation that answers with gradients: its own, or those made of others.
+
+    `kinds`: the fields of the kernels that could serve the call. UnsupportedError, with the reason, if there are none.
+    """
     if not isinstance(found, Variant) and (own := tuple(spec for spec in found if op_of(spec) == op)):
         return own
     made: dict[Spec, None] = {}

@@ -7,8 +7,11 @@ import pytest
 import torch
 from emulated_backward import Call, backward_spec, in_all_orders
 
+import flashgen
 from flashgen.codegen.spec.spec import load_specs, spec_path
-from flashgen.runtime.verify.expression_mods import sample_params
+from flashgen.runtime.select.variant import Variant
+from flashgen.runtime.verify.expression_mods import ExpressionMods, sample_params
+from flashgen.runtime.verify.gradients import gradients
 
 LENGTHS = ((130, 200),)
 
@@ -30,8 +33,8 @@ def check(fields: dict[str, Any], *calls: Call, head_dim: int = 64, arch: str = 
     in_all_orders(spec, [Call(**{**vars(call), "params": params}) for call in calls], seeds)
 
 
-@pytest.mark.parametrize("name", ["softcap", "alibi", "t5_bias", "chunked", "sliding_window", "window_sinks", "document",
-                                  "prefix_lm", "block_sparse", "tree_mask"])
+@pytest.mark.parametrize("name", ["softcap", "alibi", "t5_bias", "chunked", "sliding_window", "window_sinks",
+                                  "document", "prefix_lm", "block_sparse", "tree_mask"])
 def test_shipped_variants(name: str) -> None:
     values: dict[str, Any] = {"prefix_lm": {"prefix": torch.tensor([70], dtype=torch.int32)},
                               "softcap": {"softcap": 1.5}, "chunked": {"chunk": 64},
@@ -74,3 +77,23 @@ def test_other_tiles(arch: str, head_dim: int) -> None:
     """With one stage, and with dQ in two parts."""
     check(variant_fields("document") | {"score": "1.5 * tanh(score / 1.5)"}, Call(((150, 190),)), arch=arch,
           head_dim=head_dim)
+
+
+@pytest.mark.parametrize("spec, params", [
+    (flashgen.variant("cap * tanh(score / cap)", "kv_pos <= q_pos", params={"cap": {"type": "float"}}), {"cap": 1.5}),
+    ("window_sinks", {"window": 20, "sink": torch.tensor([0.5, -1.0])}),
+], ids=["variant", "file"])
+def test_autograd_finds_the_gradients_of_a_spec(spec: Any, params: dict[str, Any]) -> None:
+    """Of forward kernels' specs it finds backward ones."""
+    draw = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(1, rows, heads, 64, generator=draw).bfloat16().requires_grad_()
+              for rows, heads in ((70, 2), (140, 1), (140, 1))]
+    out = flashgen.attention(*inputs, spec=spec, params=params)
+    dout = torch.randn(out.shape, generator=draw).bfloat16()
+    fields = spec.fields if isinstance(spec, Variant) else variant_fields(spec)
+    mods = ExpressionMods.of(backward_spec("fa2", "sm_90", (64, 64), **fields), params)
+    found = torch.autograd.grad(out, inputs, dout)
+    with torch.no_grad():
+        wanted = gradients(dout, *inputs, mods=mods)
+    for one, right in zip(found, wanted, strict=True):
+        assert (one.double() - right).norm() < 4e-3 * right.norm()

@@ -12,6 +12,7 @@ from flashgen.codegen.families.registry import op_of, program_of
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import check_unread, flag, pair, require_tensors
+from flashgen.runtime.ops.attention.bound import UNBOUND, bound_parameters
 from flashgen.runtime.ops.attention.checks import (
     WINDOW_ALLOWED,
     causal_code,
@@ -21,7 +22,6 @@ from flashgen.runtime.ops.attention.checks import (
     read_deterministic,
     side,
 )
-from flashgen.runtime.ops.attention.bound import UNBOUND, bound_parameters
 from flashgen.runtime.ops.attention.sizes import check_values, mappable, named_strides, read_call
 from flashgen.runtime.ops.attention_backward.signature import ATTENTION_BACKWARD
 from flashgen.runtime.ops.front import Arguments, Ready, kernels_for
@@ -75,8 +75,8 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     check_pair(cu_seqlens_q, cu_seqlens_kv)
     check_device("q", q)
     return gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
-                     (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), ints, floats),
-                     extra)
+                     (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), ints,
+                      floats), extra)
 
 
 def gradients(tensors: Tensors, options: Options, extra: tuple[Tensor, ...], numbers: Tensor | None = None
