@@ -71,7 +71,8 @@ def gradient_sizes(spec: Spec) -> tuple[Param, ...]:
         Param("m_tiles", "divisor", f"query tiles {per}"),
         Param("n_tiles", "divisor", f"key tiles {per}"),
         Param("q_tiles", "i32", "query tiles per head, of all sequences"),
-        Param("scale_log2", "f32", "softmax_scale * log2(e)"),
+        Param("scale_log2", "f32", "softmax_scale * log2(e)" if spec.expressions.score is None
+              else "log2(e), since the expression gives natural units"),
         Param("softmax_scale", "f32", "of dK; scores have it in scale_log2"),
     )
 
