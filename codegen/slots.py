@@ -18,6 +18,8 @@ A slot's contract is the set of device functions its files define:
   key_mask (backward) int tile_class(p, work, head_q, first, last), what queries of these tiles see of the block's keys;
           bool sees(p, work, head_q, kv_pos, query)
   score_slope (backward) score_mod(s, slopes, p, work, head_q, kv_pos, query): the expression and its derivative
+  turns    (backward, where blocks take turns) int seen_keys_end(p, q_pos, seqlen_q, seqlen_kv): where the keys end that
+          a query sees; never falls as q_pos grows
   row_tile (backward) RowTile row_tile(p, tile, head_q): the rows of a query tile of the kernels around the gradients
   dq_order (backward) read_fragments(x, group): how elements of a fragment lie in dq_accum
   key_layout (backward) KeyTileCoord key_tile_coord(p, tile, head); dk_rows and dv_rows, each of (p, work), the first
@@ -80,9 +82,9 @@ ROWS: dict[str, tuple[Param, ...]] = {
 SLOTS: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
-    "queries": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS), "dq_order": ("vector", "component"),
-    "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS), "key_mask": ("expression",),
-    "score_slope": tuple(SCORES),
+    "queries": ("full", "causal", "window"), "turns": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS),
+    "dq_order": ("vector", "component"), "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS),
+    "key_mask": ("expression",), "score_slope": tuple(SCORES),
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
 

@@ -183,7 +183,8 @@ fa2_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   // Key tiles fastest, so that neighbouring blocks share queries in L2; under a causal mask the first tile,
   // which the most queries see, comes first.
   const int block = blockIdx.x;
-  const KeyTileCoord work = key_tile_coord(p, block % p.n_tiles, block / p.n_tiles);
+  int tile = block % p.n_tiles;
+  const KeyTileCoord work = key_tile_coord(p, tile, block / p.n_tiles);
   const int key_start = work.n_tile * BLOCK_N;
   const int valid_keys = min_int(work.seqlen_kv - key_start, BLOCK_N);
   if (valid_keys <= 0) return;

@@ -333,7 +333,8 @@ def _asked(wanted: Wanted) -> str:
     mask = "window" if wanted.window else "causal" if wanted.causal else "full"
     dims = f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v})"
     if wanted.op != "attention":
-        return f"{wanted.op}, {dims}, {wanted.kv_layout}"
+        in_turns = ", deterministic" if dict(wanted.traits).get("deterministic") else ""
+        return f"{wanted.op}, {dims}, {wanted.kv_layout}{in_turns}"
     return f"{dims}, {mask} mask, {wanted.kv_layout}" + (", lse" if wanted.lse else "")
 
 

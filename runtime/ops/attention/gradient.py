@@ -10,7 +10,7 @@ from torch import Tensor
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import flag
-from flashgen.runtime.ops.attention.checks import check_deterministic, read_deterministic
+from flashgen.runtime.ops.attention.checks import read_deterministic
 from flashgen.runtime.ops.attention_backward.call import gradients, refused_later
 from flashgen.runtime.ops.signature import Options, Signature, Tensors
 from flashgen.runtime.ops.wrapped import refuse_wrapped
@@ -52,8 +52,8 @@ def with_gradient(op: front.Operation, tensors: Tensors, options: Options, extra
                   out: Tensor | None, want_lse: Any, deterministic: Any) -> Tensor | tuple[Tensor, Tensor]:
     """A call that autograd follows: its out, or (out, lse). UnsupportedError for what has no gradient."""
     same_bits = read_deterministic(deterministic)
-    if same_bits or options[_SPEC]:
-        _check(options, same_bits)
+    if options[_SPEC]:
+        _check(options)
     if out is not None:
         raise UnsupportedError("a gradient is asked for, and autograd follows no result that is written into `out`",
                                where="out", allowed="None where q, k or v requires a gradient",
@@ -79,15 +79,14 @@ def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[],
     refuse_wrapped(**{arg.name: t for arg, t in zip(signature.tensors, tensors, strict=True)})
     deterministic = read_deterministic(None)
     try:
-        _check(options, deterministic)
+        _check(options)
     except UnsupportedError as error:
         return refused_later(error, run, (*tensors, *extra))
     return _follow(run, options, deterministic, *tensors, *extra)
 
 
-def _check(options: Options, deterministic: bool) -> None:
+def _check(options: Options) -> None:
     """UnsupportedError where the options have no gradient."""
-    check_deterministic(deterministic)
     if options[_SPEC]:
         from flashgen.runtime.ops.attention.parameters import check_differentiable  # bundles serve without specs
 
