@@ -20,6 +20,7 @@
 #include "flashgen/query_range.cuh"
 #include "flashgen/ring.cuh"
 #include "flashgen/store_rows.cuh"
+#include "flashgen/store_warp_rows.cuh"
 
 using Element = bf16;
 constexpr int BLOCK_M = 64;  // queries per tile
@@ -573,23 +574,6 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
 
 // ---- the end of dQ. The last block of a head to arrive finds all its sums in L2, and rounds them there: no
 // kernel behind this one has to read them again.
-// A warp's 16 rows of dQ, from fragments to device memory by way of `image`, a tile of 64 rows.
-FG_DEVICE void store_dq_rows(unsigned char* image, const float (&dq)[1][MMA_COLS_QK / 8][4], Element* rows,
-                             int64_t row_stride, int valid_rows) {
-  using DqTile = TileShape<64, SMEM_COLS_QK>;
-  constexpr int CHUNKS = HEAD_DIM_QK / ELEMENTS_PER_CHUNK;
-  const int first_row = threadIdx.x % 128 / WARP_SIZE * 16, lane = threadIdx.x % WARP_SIZE;
-  stage_output<DqTile, Element>(image, dq, first_row + lane / 4);
-  sync_warp();
-  for (int i = lane; i < 16 * CHUNKS; i += WARP_SIZE) {
-    const int row = first_row + i / CHUNKS, chunk = i % CHUNKS;
-    if (row < valid_rows)
-      *reinterpret_cast<Chunk*>(rows + row * row_stride + chunk * ELEMENTS_PER_CHUNK) =
-          *reinterpret_cast<const Chunk*>(image + DqTile::offset(row, chunk));
-  }
-  sync_warp();  // before the image is written again
-}
-
 // By the consumers, who have all seen this block's sums arrive.
 FG_DEVICE void finish_dq(const Params& p, unsigned char* smem) {
   KeyBlock& b = block_of(smem);
@@ -603,7 +587,8 @@ FG_DEVICE void finish_dq(const Params& p, unsigned char* smem) {
   const KeyTileCoord w = uniform_copy(b.tile);
   const int warpgroup = first_lane(threadIdx.x / 128) - 1;
   const int groups = (w.seqlen_q + 63) / 64;  // of 64 rows of a head
-  unsigned char* const image = smem + SMEM_Q + warpgroup * TileShape<64, SMEM_COLS_QK>::BYTES;
+  using DqTile = TileShape<64, SMEM_COLS_QK>;
+  unsigned char* const image = smem + SMEM_Q + warpgroup * DqTile::BYTES;
   for (int i = warpgroup; i < groups * p.heads_per_kv_head; i += 2) {
     const int head_q = w.head_kv * p.heads_per_kv_head + i / groups, first_row = i % groups * 64;
     const int64_t place = ((int64_t)head_q * p.q_tiles + w.first_q_tile) * BLOCK_M + first_row;
@@ -614,7 +599,8 @@ FG_DEVICE void finish_dq(const Params& p, unsigned char* smem) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) dq[0][n][j] *= p.softmax_scale;
     Element* const rows = p.dq + w.batch * p.dq_batch_stride + head_q * p.dq_head_stride;
-    store_dq_rows(image, dq, rows + first_row * p.dq_row_stride, p.dq_row_stride, w.seqlen_q - first_row);
+    store_warp_rows<DqTile, HEAD_DIM_QK>(image, dq, rows + first_row * p.dq_row_stride, p.dq_row_stride,
+                                         w.seqlen_q - first_row);
   }
 }
 
