@@ -147,7 +147,7 @@ FG_DEVICE QueryRange seeing_queries(const Params& p, int kv_pos, int seqlen_q, i
 // that an addition of single words fills a line.
 template <int N>
 FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
-  const int lane_offset = threadIdx.x % 128 / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
+  const int lane_offset = threadIdx.x / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll

@@ -54,7 +54,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         constants=_constants(spec, p_precision, p_stages),
         slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask),
                ("dq_order", "vector"), ("p_precision", p_precision)),
-        flags=(("varlen", varlen), ("converts_dq", not varlen), ("masks_tiles", True)),
+        flags=(("varlen", varlen), ("masks_tiles", True)),
         params=gradients_params(spec, mask), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),

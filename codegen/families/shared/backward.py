@@ -30,8 +30,7 @@ ONLY = (
     *(Only(name, (None,), "its tile table decides") for name in ("tile", "stages", "roles")),
 )
 
-# From the gradients' plan, values of the call and SMs to more values of that kernel, and its number of blocks. A value
-# `converts_dq` that is not 0 says that it ends dQ itself, so that there is no postprocess.
+# From the gradients' plan, values of the call and SMs to more values of that kernel, and its number of blocks.
 Grid = Callable[[Plan, Mapping[str, Number], int], tuple[int, Mapping[str, Number]]]
 
 
@@ -81,14 +80,11 @@ def _launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int, grid: Grid) -
                if param.name.endswith("_batch_stride") and varlen}
     blocks = {"preprocess": q_tiles * sizes.num_heads_q, "postprocess": groups}
 
-    steps, heads = [], 0  # those that count the blocks which have arrived
-    for name, each in plans.items():
-        grid_x, more = (blocks[name], {}) if name in blocks else grid(each, values, num_sms)
-        if more.get("converts_dq"):
-            heads = sizes.batch * sizes.num_heads_kv
-        steps.append(Step(name, grid_x, each.launch.threads, {**values, **more}))
+    def step(name: str, plan: Plan) -> Step:
+        grid_x, more = (blocks[name], {}) if name in blocks else grid(plan, values, num_sms)
+        return Step(name, grid_x, plan.launch.threads, {**values, **more})
+
     rows, columns = q_tiles * block_m, -(-int(str(plan.spec_value("head_dim_qk"))) // 16) * 16
-    return Program(tuple(step for step in steps if not (heads and step.kernel == "postprocess")), (
+    return Program(tuple(step(*item) for item in plans.items()), (
         Buffer("neg_lse", "f32", (sizes.num_heads_q, rows)), Buffer("neg_delta", "f32", (sizes.num_heads_q, rows)),
-        Buffer("dq_accum", "f32", (sizes.num_heads_q, rows, columns)),
-        Buffer("arrived_blocks", "i32", (heads,), "counters")))
+        Buffer("dq_accum", "f32", (sizes.num_heads_q, rows, columns))))
