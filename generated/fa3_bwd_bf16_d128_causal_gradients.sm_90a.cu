@@ -212,7 +212,8 @@ FG_DEVICE KeyBlock key_block(const Params& p, int block) {
   const int first_head = section * p.heads_per_section;
   const int heads = min_int(p.heads_per_section, p.num_heads - first_head);  // the last one may have fewer
   KeyBlock b;
-  b.tile = key_tile_coord(p, place / heads, first_head + place % heads);
+  int tile = place / heads;
+  b.tile = key_tile_coord(p, tile, first_head + place % heads);
   const int first = b.tile.n_tile * BLOCK_N, last = min_int(first + BLOCK_N, b.tile.seqlen_kv) - 1;
   b.steps = 0;
   if (first > last) return b;

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
 EMULATED_FIRST = "sm_90"  # the target whose kernels are emulated where the call leaves a choice
+GRADIENTS = "attention_backward"  # the operation whose kernels follow from specs of forward kernels
 NO_MAPS = ("q, k or v has rows, heads or sequences that overlap (as expanded tensors do) or lie 2^40 bytes apart: "
            "tensor maps cannot describe it")
 
@@ -177,7 +178,12 @@ class Registry:
         if wanted.spec:
             spec = self._open(wanted.spec)
             kinds = _kinds_of(wanted, archs, fastest_first(wanted.op, emulated=emulated))
-            variants = spec.specs(kinds) if isinstance(spec, Variant) else spec
+            if wanted.op == GRADIENTS:
+                from flashgen.runtime.select.differentiated import backward_specs  # reads specs
+
+                variants = backward_specs(wanted.spec, spec, kinds, wanted.op)
+            else:
+                variants = spec.specs(kinds) if isinstance(spec, Variant) else spec
             choice = Choice(_matching(variants, wanted, archs), "its spec is named")
         elif emulated:
             choice = choose(wanted, archs, emulated=True)
@@ -233,7 +239,8 @@ def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[Family, ...]) ->
     """The spec fields that a call fixes, for each family and target that could serve it."""
     return [{"family": family.name, "pass_": family.by_op[wanted.op].name, "arch": arch,
              "dtype": wanted.dtype, "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v,
-             "causal": wanted.causal, "window": wanted.window, "kv_layout": wanted.kv_layout}
+             "causal": wanted.causal, "window": wanted.window, "kv_layout": wanted.kv_layout,
+             **{name: value for name, value in wanted.traits if name in [trait.option for trait in family.traits]}}
             for arch in archs for family in families]
 
 
@@ -330,7 +337,8 @@ def _asked(wanted: Wanted) -> str:
     mask = "window" if wanted.window else "causal" if wanted.causal else "full"
     dims = f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v})"
     if wanted.op != "attention":
-        return f"{wanted.op}, {dims}, {wanted.kv_layout}"
+        in_turns = ", deterministic" if dict(wanted.traits).get("deterministic") else ""
+        return f"{wanted.op}, {dims}, {wanted.kv_layout}{in_turns}"
     return f"{dims}, {mask} mask, {wanted.kv_layout}" + (", lse" if wanted.lse else "")
 
 
