@@ -162,8 +162,8 @@ FG_DEVICE int seen_keys_end(const Params& p, int q_pos, int seqlen_q, int seqlen
 }
 
 // ---- the order of dQ's sums. Key tiles add to a query tile in turns, the last that it sees first: as blocks
-// come in this order, none waits for one that has not been launched. Each begins at the diagonal, one key tile
-// ahead of the block before, so that under a mask none has to wait long.
+// come in this order, none waits for one that has not been launched. Each begins at the diagonal, one key
+// tile ahead of the block before, so that under a mask none has to wait long.
 FG_DEVICE int turn_of(const Params& p, const KeyTileCoord& w, int m_tile) {
   const int last_query = min_int(m_tile * BLOCK_M + BLOCK_M, w.seqlen_q) - 1;
   const int keys_end = seen_keys_end(p, last_query, w.seqlen_q, w.seqlen_kv);

@@ -23,7 +23,8 @@ ARCHS = {"fa2": "sm_90", "fa3": "sm_90a"}
 MASKS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window": True}}
 # One block at a time, in the order of launch: whoever waits for a later one is stuck.
 IN_TURN = Schedule("eager", 0, resident=1, most_resident=1)
-SCHEDULES = (IN_TURN, Schedule("random", 1, resident=8), Schedule("lazy", 2, resident=3), Schedule("eager", 3, resident=9))
+SCHEDULES = (IN_TURN, Schedule("random", 1, resident=8), Schedule("lazy", 2, resident=3),
+             Schedule("eager", 3, resident=9))
 
 
 def results(call: Call, schedule: Schedule, family: str = "fa3", dims: tuple[int, int] = (64, 64), **fields: Any
@@ -43,8 +44,8 @@ def check_bits(call: Call, **fields: Any) -> None:
         assert same(first, results(call, schedule, **fields)), f"other bits of {call}, {fields}, {schedule}"
 
 
-@pytest.mark.parametrize("family, dims", [("fa3", (64, 64)), ("fa3", (128, 128)), ("fa3", (192, 128)), ("fa2", (64, 64)),
-                                          ("fa2", (256, 256))], ids=str)
+@pytest.mark.parametrize("family, dims", [("fa3", (64, 64)), ("fa3", (128, 128)), ("fa3", (192, 128)),
+                                          ("fa2", (64, 64)), ("fa2", (256, 256))], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_same_bits_in_every_order(mask: str, family: str, dims: tuple[int, int]) -> None:
     """Of two query heads to a kv head, over ragged tiles."""

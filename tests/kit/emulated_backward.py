@@ -39,8 +39,8 @@ class Call:
 
 
 def check_backward(spec: Spec, call: Call, schedule: Schedule, data: int | None = None) -> dict[str, Tensor]:
-    """The gradients and dq_accum. AssertionError, with the figures, if one is wrong or a row of one is not written. `data`: the seed of
-    the inputs, else the schedule's."""
+    """The gradients and dq_accum. AssertionError, with the figures, if one is wrong or a row of one is not written.
+    `data`: the seed of the inputs, else the schedule's."""
     varlen, dtype = spec.kv_layout == "varlen", {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.dtype]
     make = torch.Generator().manual_seed(schedule.seed if data is None else data)
 
@@ -86,7 +86,8 @@ def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedu
     program = program.with_values({name: value for name, value in values.items() if not isinstance(value, Tensor)})
     sums = torch.zeros(program.buffer("dq_accum").shape)
     with scheduled(schedule):
-        EmulatedProgram(program.given({"dq_accum"}), {plan.step: EmulatedKernel(plan, render(plan)) for plan in plans})({**tensors, "dq_accum": sums})
+        kernels = {plan.step: EmulatedKernel(plan, render(plan)) for plan in plans}
+        EmulatedProgram(program.given({"dq_accum"}), kernels)({**tensors, "dq_accum": sums})
     return sums
 
 
