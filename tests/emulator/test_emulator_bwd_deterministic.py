@@ -45,17 +45,11 @@ def check_bits(call: Call, **fields: Any) -> None:
         assert same(first, results(call, schedule, **fields)), f"other bits of {call}, {fields}, {schedule}"
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("family, dims", [("fa3", (64, 64)), ("fa3", (128, 128)), ("fa3", (192, 128)),
-                                          ("fa2", (64, 64)), ("fa2", (256, 256))], ids=str)
-@pytest.mark.parametrize("mask", MASKS)
-=======
 @pytest.mark.parametrize("mask, family, dims", [
     *((mask, family, dims) for mask in MASKS
       for family, dims in (("fa3", (64, 64)), ("fa3", (128, 128)), ("fa3", (192, 128)), ("fa2", (64, 64)))),
     ("causal", "fa2", (256, 256)),
 ], ids=str)
->>>>>>> refs/heads/det
 def test_same_bits_in_every_order(mask: str, family: str, dims: tuple[int, int]) -> None:
     """Of two query heads to a kv head, over ragged tiles."""
     check_bits(Call(((150, 390),), 2, 1, window=(200, 40)), family=family, dims=dims, **MASKS[mask])

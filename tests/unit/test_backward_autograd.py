@@ -213,21 +213,9 @@ def test_refusals() -> None:
     refused("deterministic", "deterministic is 3", lambda: flashgen.attention(q, k, v, deterministic=3))
     refused("deterministic", "deterministic is 3", lambda: flashgen.attention(x.q, x.k, x.v, deterministic=3))
     refused("return_lse", "return_lse is 7", lambda: flashgen.attention(q, k, v, return_lse=7))
-<<<<<<< HEAD
-    refused("deterministic", "fixed order", lambda: flashgen.attention_backward(*x.tensors, deterministic=True))
     made = flashgen.variant("sigmoid(score)", normalize="none")
     refused("spec='variant variant'", "without softmax", lambda: flashgen.attention(q, k, v, spec=made))
     refused("spec='variant variant'", "without softmax", lambda: call(*x.tensors, spec=made))
-=======
-    softcap = {"spec": "softcap", "causal": True}
-    refused("spec='softcap'", "has a score of its own", lambda: flashgen.attention(q, k, v, **softcap))
-    for more in ({"score": "score * 2.0"}, {"mask": "kv_pos <= q_pos"}, {"sink": "per_head"}, {"normalize": "none"}):
-        made = flashgen.variant(**more)
-        values = {"params": {"sink": torch.zeros(4)}} if "sink" in more else {}
-        refused("spec='variant variant'", f"has a {next(iter(more))} of its own",
-                lambda made=made, values=values: flashgen.attention(q, k, v, spec=made, **values))
-    refused("spec='softcap'", "has a score of its own", lambda: call(*x.tensors, spec="softcap", causal=True))
->>>>>>> refs/heads/det
 
 
 def test_a_variant_that_changes_nothing_has_its_gradient() -> None:
