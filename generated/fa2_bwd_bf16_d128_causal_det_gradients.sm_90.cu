@@ -4,7 +4,7 @@
 //
 // spec: name fa2_bwd; family fa2; pass bwd; dtype bf16; head_dim_qk 128; head_dim_v 128; causal True;
 //   kv_layout dense; score none; lse True; deterministic True; kernel gradients
-// slots: key_layout dense; key_inputs dense; queries causal; dq_order component; turns causal
+// slots: key_layout dense; key_inputs dense; queries causal; dq_order component; steps ranges; turns causal
 // roles: mma 8 warps
 // grid: x = n_tiles * num_heads_kv * batch
 // tile: the largest tile that 255 registers and 227 KiB of shared memory hold; not timed
@@ -162,8 +162,8 @@ FG_DEVICE int seen_keys_end(const Params& p, int q_pos, int seqlen_q, int seqlen
 }
 
 // ---- the order of dQ's sums. Key tiles add to a query tile in turns, the last that it sees first: as blocks
-// come in this order, none waits for one that has not been launched. Each begins at the diagonal, one key tile
-// ahead of the block before, so that under a mask none has to wait long.
+// come in this order, none waits for one that has not been launched. Each begins at the diagonal, one key
+// tile ahead of the block before, so that under a mask none has to wait long.
 FG_DEVICE int turn_of(const Params& p, const KeyTileCoord& w, int m_tile) {
   const int last_query = min_int(m_tile * BLOCK_M + BLOCK_M, w.seqlen_q) - 1;
   const int keys_end = seen_keys_end(p, last_query, w.seqlen_q, w.seqlen_kv);
@@ -176,7 +176,6 @@ FG_DEVICE int* turns_of(const Params& p, const KeyTileCoord& w, int head_q, int 
 }
 
 static_assert(SMEM_TILES - SMEM_WORK >= sizeof(KeyTileCoord), "map and tiles agree");
-static_assert(SMEM_BYTES - SMEM_TILES >= sizeof(QueryTiles), "map and tiles agree");
 
 // Starts the copies of a query tile: its rows of q and dout, and their lse and delta.
 FG_DEVICE void load_queries(const Params& p, const KeyTileCoord& work, unsigned char* smem, int stage,
@@ -211,6 +210,7 @@ fa2_bwd_bf16_d128_causal_det_gradients(const __grid_constant__ Params p) {
   const int valid_keys = min_int(work.seqlen_kv - key_start, BLOCK_N);
   if (valid_keys <= 0) return;
   unsigned char* const smem = dyn_smem();
+  static_assert(SMEM_BYTES - SMEM_TILES >= sizeof(QueryTiles), "map and tiles agree");
   const QueryTiles tiles = query_tiles<BLOCK_M>(
       seeing_queries(p, key_start, work.seqlen_q, work.seqlen_kv),
       seeing_queries(p, key_start + valid_keys - 1, work.seqlen_q, work.seqlen_kv), work.seqlen_q);
@@ -221,10 +221,6 @@ fa2_bwd_bf16_d128_causal_det_gradients(const __grid_constant__ Params p) {
     *reinterpret_cast<KeyTileCoord*>(smem + SMEM_WORK) = work;
     *reinterpret_cast<QueryTiles*>(smem + SMEM_TILES) = tiles;
   }
-  const auto seen_by = [&](int key) {
-    return key < work_smem.seqlen_kv ? seeing_queries(p, key, work_smem.seqlen_q, work_smem.seqlen_kv)
-                                     : QueryRange{0, 0};
-  };
 
   // Warps divide keys, and what a product has beside: queries of S and dP, columns of dK and dV.
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -249,6 +245,10 @@ fa2_bwd_bf16_d128_causal_det_gradients(const __grid_constant__ Params p) {
     const bool last = m_tile + 1 == tiles_smem.end;
     m_tile = last ? tiles_smem.begin : m_tile + 1;
     head += last;
+  };
+  const auto seen_by = [&](int key) {
+    return key < work_smem.seqlen_kv ? seeing_queries(p, key, work_smem.seqlen_q, work_smem.seqlen_kv)
+                                     : QueryRange{0, 0};
   };
   if (head < head_end) {
     load_tile<KeyTile, HEAD_DIM_QK, NUM_THREADS>(

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from flashgen.codegen.families.family import Option
 from flashgen.codegen.families.shared.kernels import KERNEL, Kernel, kernel_trait
-from flashgen.codegen.families.shared.sums import DETERMINISTIC, DETERMINISTIC_TRAIT, INVARIANT_RULE
+from flashgen.codegen.families.shared.sums import DETERMINISTIC, DETERMINISTIC_TRAIT, SUM_RULES
 from flashgen.codegen.spec.rule import Only
 
 
@@ -21,7 +21,7 @@ class Options:
 
 
 TRAITS = (DETERMINISTIC_TRAIT, kernel_trait(None))
-RULES = (INVARIANT_RULE,)
+RULES = SUM_RULES
 
 # What the backward pass takes of these fields: its kernel has one schedule for each tile.
 BACKWARD_ONLY = tuple(Only(name, (None,), "its tile table decides") for name in ("blocks_per_sm", "q_operand"))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from flashgen.codegen.families.family import Option, Trait
 from flashgen.codegen.families.shared.kernels import KERNEL, Kernel, kernel_trait
-from flashgen.codegen.families.shared.sums import DETERMINISTIC, DETERMINISTIC_TRAIT, INVARIANT_RULE
+from flashgen.codegen.families.shared.sums import DETERMINISTIC, DETERMINISTIC_TRAIT, SUM_RULES
 from flashgen.codegen.spec.rule import Only, Rule, changed, nearest_number, shown
 from flashgen.codegen.warpgroup import MAX_WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_WARPS
 from flashgen.errors import SpecError
@@ -52,6 +52,8 @@ TRAITS = (
 BACKWARD_ONLY = (
     *(Only(name, (None,), "its tile table decides") for name in ("q_stages", "p_operand", "schedule")),
     *(Only(name, (False,), "its tiles are tiles of keys") for name in ("split", "pack_gqa")),
+    *(Only(name, ("none",), "kernels of another family serve it") for name in ("score", "mask", "sink")),
+    Only("align", ("bottom_right",), "kernels of another family serve it"),
 )
 
 _MMA_WARPS = tuple(WARPGROUP_WARPS * count for count in range(1, MAX_WARPGROUPS + 1))
@@ -120,7 +122,7 @@ def _words(numbers: tuple[int, ...]) -> str:
 
 
 RULES = (
-    INVARIANT_RULE,
+    *SUM_RULES,
     Rule(f"`roles.mma` is {_words(_MMA_WARPS)}: whole warpgroups.", _warps),
     Rule(f"`tile.m` is {WARPGROUP_ROWS} for each mma warpgroup: {_words(_TILE_ROWS)}.", _tile),
     Rule("`schedule: pingpong` needs two mma warpgroups or more.", _turns),

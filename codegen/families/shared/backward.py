@@ -12,7 +12,7 @@ from typing import Any
 
 from flashgen.codegen.families.family import Pass
 from flashgen.codegen.families.shared.kernels import named
-from flashgen.codegen.families.shared.launch import MAX_GRID_X, Sizes, is_varlen, smallest_call, tiled_values
+from flashgen.codegen.families.shared.launch import LOG2_E, MAX_GRID_X, Sizes, is_varlen, smallest_call, tiled_values
 from flashgen.codegen.families.shared.loops import KvLoop
 from flashgen.codegen.families.shared.sums import TURN_PARTS
 from flashgen.codegen.plan import Plan
@@ -24,9 +24,7 @@ GROUP_ROWS = 64  # rows of dQ that lie together in dq_accum: what a warpgroup's 
 
 ONLY = (
     Only("lse", (True,), "it reads lse"),
-    Only("align", ("bottom_right",), "it has no expressions yet"),
-    Only("normalize", ("softmax",), "it has no expressions yet"),
-    *(Only(name, ("none",), "it has no expressions yet") for name in ("score", "mask", "sink")),
+    Only("normalize", ("softmax",), "it recomputes P from lse"),
     *(Only(name, (None,), "its tile table decides") for name in ("tile", "stages", "roles")),
 )
 
@@ -76,6 +74,8 @@ def _launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int, grid: Grid) -
     values["n_tiles"] = sizes.seqlen_kv // block_n + sizes.batch + 1 if varlen else -(-sizes.seqlen_kv // block_n)
     q_tiles = int(values["m_tiles"]) * (1 if varlen else sizes.batch)
     values["q_tiles"] = q_tiles
+    if any(("score_slope", "expression") in each.slots for each in plans.values()):
+        values["scale_log2"] = LOG2_E  # scores come in natural units
     groups = q_tiles * sizes.num_heads_q * (block_m // GROUP_ROWS)
     if max(groups, key_tiles(plan, values)) > MAX_GRID_X:
         raise UnsupportedError(f"{groups} tiles of {GROUP_ROWS} queries, {key_tiles(plan, values)} of {block_n} keys",
@@ -92,5 +92,5 @@ def _launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int, grid: Grid) -
     return Program(tuple(step(*item) for item in plans.items()), (
         Buffer("neg_lse", "f32", (sizes.num_heads_q, rows)), Buffer("neg_delta", "f32", (sizes.num_heads_q, rows)),
         Buffer("dq_accum", "f32", (sizes.num_heads_q, rows, columns)),
-        *(Buffer("turns", "i32", (sizes.num_heads_q, q_tiles, plan.constant(TURN_PARTS))) for taken in in_turns
-          if taken)))
+        *(Buffer("turns", "i32", (sizes.num_heads_q, q_tiles, plan.constant(TURN_PARTS)))
+          for each in in_turns if each)))

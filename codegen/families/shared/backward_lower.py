@@ -72,7 +72,8 @@ def gradient_sizes(spec: Spec) -> tuple[Param, ...]:
         Param("m_tiles", "divisor", f"query tiles {per}"),
         Param("n_tiles", "divisor", f"key tiles {per}"),
         Param("q_tiles", "i32", "query tiles per head, of all sequences"),
-        Param("scale_log2", "f32", "softmax_scale * log2(e)"),
+        Param("scale_log2", "f32", "softmax_scale * log2(e)" if spec.expressions.score is None
+              else "log2(e), since the expression gives natural units"),
         Param("softmax_scale", "f32", "of dK; scores have it in scale_log2"),
     )
 
@@ -140,7 +141,8 @@ def _around(spec: Spec, gradients: Plan, constants: tuple[Constant, ...], params
              Param("q_tiles", "divisor", "query tiles per head, of all sequences"))
     if spec.kernel == "postprocess":
         sizes += Param("softmax_scale", "f32", "of dQ"),
-    flags = (("deterministic", spec.deterministic),) if spec.kernel == "preprocess" else ()
+    flags = (("deterministic", spec.deterministic),
+             ("programmatic", gradients.launch.programmatic)) if spec.kernel == "preprocess" else ()
     return replace(
         gradients, variant=spec.variant, spec=spec.fields(), template=f"backward/{spec.kernel}.cu.j2",
         constants=(*tiles, *constants), slots=(("row_tile", spec.kv_layout), *slots), flags=flags,

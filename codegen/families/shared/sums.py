@@ -24,8 +24,19 @@ def _invariant(spec: Any) -> SpecError | None:
                      next="when both are lists, add `- {batch_invariant: true, deterministic: false}` to exclude")
 
 
-INVARIANT_RULE = Rule("`batch_invariant: true` needs `deterministic: true` in `pass: bwd`.", _invariant)
 
+
+def _bounded(spec: Any) -> SpecError | None:
+    if not spec.deterministic or spec.mask == "none":
+        return None
+    return SpecError("deterministic is true with a mask by expression, which does not say whose turn it is",
+                     where="Spec.deterministic", allowed="false; or causal, window, or no mask",
+                     nearest="deterministic: false",
+                     next="when both are lists, add `- {deterministic: true, mask: ...}` to exclude")
+
+
+SUM_RULES = (Rule("`batch_invariant: true` needs `deterministic: true` in `pass: bwd`.", _invariant),
+             Rule("`deterministic: true` excludes `mask`.", _bounded))
 
 TURN_PARTS = "TURN_PARTS"  # the constant of this name
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from flashgen.codegen.families.registry import program_of
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import RAW_ERRORS, check_unread, pair
+from flashgen.runtime.ops.attention.bound import UNBOUND, bound_parameters
 from flashgen.runtime.ops.attention.checks import (
     CAUSAL_CODES,
     WINDOW_ALLOWED,
@@ -28,12 +29,7 @@ from flashgen.runtime.ops.signature import Options, Tensors
 from flashgen.runtime.ops.tensors import check_out, is_aligned, scale_number
 
 if TYPE_CHECKING:
-    import torch
-
-    from flashgen.codegen.families.shared.launch import Sizes
     from flashgen.codegen.spec.spec import Spec
-    from flashgen.runtime.ops.attention.parameters import Parameters
-    from flashgen.runtime.select.params import Bound
     from flashgen.runtime.select.variant import Variant
 
 
@@ -68,7 +64,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
 
     A row that sees no key gets out 0 and lse -inf; so do rows after the last sequence. q, k or v whose last dimension
     is not contiguous or whose rows are not 16-byte aligned are copied first. Any stride is fine otherwise.
-    Autograd follows the call through out and lse, once. Specs that change scores have no gradients yet.
+    Autograd follows the call through out and lse, once; with a spec, too, unless that has normalize: none.
 
     Raises UnsupportedError for what no kernel does, SpecError and PlanError for a spec that cannot be built,
     CompileError and EnvironmentError_ where building or loading fails.
@@ -84,7 +80,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
         window = pair("window", window, WINDOW_ALLOWED)
     if max_seqlen_q is not None or max_seqlen_kv is not None:
         check_unread(max_seqlen_q, max_seqlen_kv)
-    text, ints, floats, extra = _UNBOUND
+    text, ints, floats, extra = UNBOUND
     if spec is not None or params is not None:
         from flashgen.runtime.ops.attention.parameters import bound_to  # bundles serve without specs
 
@@ -92,22 +88,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_kv
     options = code, window[0], window[1], softmax_scale, text, ints, floats
     if followed:
-        return with_gradient(OPERATION, tensors, options, out, return_lse, deterministic)
+        return with_gradient(OPERATION, tensors, options, extra, out, return_lse, deterministic)
     if deterministic is not None:
         read_deterministic(deterministic)
     out, lse = front.call(OPERATION, tensors, options, extra, out, return_lse)
     return out if lse is None else (out, lse)
-
-
-_UNBOUND: tuple[str, tuple[int, ...], tuple[float, ...], tuple[Tensor, ...]] = ("", (), (), ())
-
-
-def _parameters(text: str, bound: Bound, sizes: Sizes, varlen: bool, device: torch.device) -> Parameters:
-    if (text, *bound) == _UNBOUND:
-        return "", {}, (), False
-    from flashgen.runtime.ops.attention.parameters import read_parameters
-
-    return read_parameters(text, bound, sizes, varlen, device)
 
 
 class Attention(front.Operation):
@@ -126,7 +111,7 @@ class Attention(front.Operation):
         varlen = cu_q is not None
         check_values(*call.tensors, window=(left, right), scale=scale)
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION.name)
-        handle, scalars, names, has_sink = _parameters(text, (ints, floats, call.extra), sizes, varlen, q.device)
+        handle, scalars, names, has_sink = bound_parameters(text, (ints, floats, call.extra), sizes, varlen, q.device)
         out_shape = ATTENTION.shapes(call.tensors, call.options)[0]
         if call.out is not None:
             check_out(call.out, out_shape, q)

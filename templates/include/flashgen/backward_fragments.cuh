@@ -6,9 +6,7 @@
 #include "flashgen/ptx/math.cuh"
 #include "flashgen/query_range.cuh"
 
-struct alignas(8) FloatPair {
-  float x, y;
-};
+struct alignas(8) FloatPair { float x, y; };
 
 // The B operand of a product over a tile's rows, for warp `column_warp` of WARPS, a power of two, that share its columns.
 // They get blocks of 16 like cards dealt, so that each steps along them by immediates, whatever the number of columns.
@@ -70,8 +68,17 @@ FG_DEVICE void exponentiate(float (&s)[M][N][4], const float* neg_lse, float sca
   }
 }
 
-// dS from dP, which it replaces, and from P in fp32. The derivative of a score by the product of q and k would be one
-// more factor here.
+template <int M, int N>
+FG_DEVICE void multiply(float (&x)[M][N][4], const float (&by)[M][N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[m][n][i] *= by[m][n][i];
+}
+
+// dS from dP, which it replaces, and from P in fp32, times the slope of scores where an expression changes them.
 template <int M, int N>
 FG_DEVICE void differentiate(float (&dp)[M][N][4], const float (&p)[M][N][4], const float* neg_delta) {
 #pragma unroll
