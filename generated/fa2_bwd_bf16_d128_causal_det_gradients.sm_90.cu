@@ -310,10 +310,10 @@ fa2_bwd_bf16_d128_causal_det_gradients(const __grid_constant__ Params p) {
       gemm_rows<BLOCK_N / 16, Element>(dq, ds_by_query, key_columns);
       add_dq<MMA_COLS_QK, DQ_ROW_WARPS, DQ_COL_WARPS>(sums, dq, dq_row_warp, dq_col_warp, first_round);
     }
-    sync_warp();  // its lanes have added
-    if (lane == 0) st_release(turns, turn + 1);
     const DealtColumns<QueryTile, QUERY_WARPS> query_columns(queries, query_warp, lane);
     gemm_rows<BLOCK_M / 16, Element>(dk, ds_operand, query_columns);
+    sync_warp();  // its lanes have added; their sums arrived during the product, for which the release waits
+    if (lane == 0) st_release(turns, turn + 1);
 
     advance(head, m_tile);
     if (NUM_STAGES == 1 && head < head_end) {

@@ -141,7 +141,8 @@ def _around(spec: Spec, gradients: Plan, constants: tuple[Constant, ...], params
              Param("q_tiles", "divisor", "query tiles per head, of all sequences"))
     if spec.kernel == "postprocess":
         sizes += Param("softmax_scale", "f32", "of dQ"),
-    flags = (("deterministic", spec.deterministic),) if spec.kernel == "preprocess" else ()
+    flags = (("deterministic", spec.deterministic),
+             ("programmatic", gradients.launch.programmatic)) if spec.kernel == "preprocess" else ()
     return replace(
         gradients, variant=spec.variant, spec=spec.fields(), template=f"backward/{spec.kernel}.cu.j2",
         constants=(*tiles, *constants), slots=(("row_tile", spec.kv_layout), *slots), flags=flags,
