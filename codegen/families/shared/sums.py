@@ -24,8 +24,6 @@ def _invariant(spec: Any) -> SpecError | None:
                      next="when both are lists, add `- {batch_invariant: true, deterministic: false}` to exclude")
 
 
-
-
 def _bounded(spec: Any) -> SpecError | None:
     if not spec.deterministic or spec.mask == "none":
         return None
