@@ -39,7 +39,7 @@ class _Followed(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         causal, left, right, scale, spec, ints, floats = ctx.options
-        made = [None] * len(extra)
+        made: list[Tensor | None] = [None] * len(extra)
         if any(ctx.needs_input_grad[_EXTRA:]):
             from flashgen.runtime.ops.attention.parameter_gradients import sink_gradient
 
