@@ -152,7 +152,7 @@ def flex_variant() -> Attend:
         if id(documents) not in held:
             held.clear()
             held[id(documents)] = blocks(seen, q.shape[0], None, q.shape[1], k.shape[1], device=q.device)
-        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=held[id(documents)], enable_gqa=True,
+        out: Tensor = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=held[id(documents)], enable_gqa=True,
                        score_mod=lambda score, b, h, q_pos, kv_pos: SOFTCAP * torch.tanh(score / SOFTCAP))
         return out.transpose(1, 2)
     return attend
