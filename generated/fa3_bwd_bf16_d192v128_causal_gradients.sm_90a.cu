@@ -550,7 +550,7 @@ fa3_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   }
   sync_block();
   if (block_of(smem).steps == 0) {
-    griddepcontrol_wait();  // this kernel must not end before the one before it: the next waits for this one alone
+    griddepcontrol_wait();  // the next kernel waits for this one alone, not for the one before
     store_zeros(p, block_of(smem).tile);
     return;
   }
