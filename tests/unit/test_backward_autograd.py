@@ -17,8 +17,11 @@ from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.attention import call as attention_call
+from flashgen.runtime.ops.attention.parameter_gradients import sink_gradient
 from flashgen.runtime.ops.attention_backward.problem import BackwardInputs, BackwardProblem, by_name
 from flashgen.runtime.verify.compare import check
+from flashgen.runtime.verify.expression_mods import ExpressionMods
+from flashgen.runtime.verify.reference import reference
 
 PLAIN = BackwardProblem(2, 20, 30, 4, 2)
 PROBLEMS = (
@@ -44,7 +47,7 @@ def leaves(x: BackwardInputs) -> tuple[Tensor, ...]:
 
 
 def options(x: BackwardInputs) -> dict[str, Any]:
-    return {name: value for name, value in x.keywords.items() if name != "dlse"}
+    return {name: value for name, value in x.keywords.items() if name not in ("dlse", "params")}
 
 
 def backward(x: BackwardInputs, inputs: tuple[Tensor, ...], **more: Any) -> tuple[Tensor, ...]:
@@ -297,3 +300,28 @@ def test_wrong_tensors() -> None:
     refused("cu_seqlens", "only one", lambda: call(dout, q, k, v, out, lse, cu_seqlens_q=lse))
     refused("window", "window is 3", lambda: call(dout, q, k, v, out, lse, window=3))
     refused("softmax_scale", "softmax_scale=-1", lambda: call(dout, q, k, v, out, lse, softmax_scale=-1.0))
+
+
+@pytest.mark.parametrize("problem", [PLAIN, PROBLEMS[3], PROBLEMS[5]], ids=lambda p: p.label)
+def test_gradient_of_a_sink(problem: BackwardProblem) -> None:
+    x = problem.make_inputs()
+    sink = torch.randn(problem.num_heads_q, requires_grad=True)
+    spec = Spec(**SPEC | {"head_dim_qk": problem.head_dim_qk}, causal=bool(problem.causal), sink="per_head",
+                kv_layout="dense" if x.cu_seqlens_q is None else "varlen")
+    x = x.with_mods(spec, {"sink": sink.detach()})
+    exact = sink.detach().double().requires_grad_()
+    mods = ExpressionMods.of(spec, {"sink": exact})
+    out, lse = reference(x.q, x.k, x.v, **options(x) | {"mods": mods})
+    loss = (out * x.dout.nan_to_num(0.0)).sum()
+    if x.dlse is not None:
+        rows = lse.shape[-1] - problem.tail
+        loss = loss + (lse[..., :rows] * x.dlse[..., :rows]).sum()
+    wanted, = torch.autograd.grad(loss, exact)
+    found = sink_gradient(sink.detach(), x.dout, x.out, x.lse, x.dlse, x.cu_seqlens_q)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_parameters_that_require_a_gradient() -> None:
+    x, slope = PLAIN.make_inputs(), torch.rand(4, requires_grad=True)
+    refused("params['slope']", "a gradient of slope", lambda: flashgen.attention(
+        *leaves(x), spec="alibi", causal=True, params={"slope": slope}))
