@@ -18,6 +18,7 @@ A slot's contract is the set of device functions its files define:
   key_mask (backward) int tile_class(p, work, head_q, first, last), what queries of these tiles see of the block's keys;
           bool sees(p, work, head_q, kv_pos, query)
   score_slope (backward) score_mod(s, slopes, p, work, head_q, kv_pos, query): the expression and its derivative
+          void add_parameter_gradients(ds, scores, p, work, head_q, kv_pos, query), of tensors that it reads
   row_tile (backward) RowTile row_tile(p, tile, head_q): the rows of a query tile of the kernels around the gradients
   dq_order (backward) read_fragments(x, group): how elements of a fragment lie in dq_accum
   key_layout (backward) KeyTileCoord key_tile_coord(p, tile, head); dk_rows and dv_rows, each of (p, work), the first
@@ -60,6 +61,7 @@ EXPRESSION_FLAGS = (  # flags of the skeletons that only plans with expressions 
     "evaluates",    # an expression is printed: expression.cuh
     "sink",
     "names_batch",  # an expression asks which sequence it is
+    "parameter_gradients",  # backward: of tensors that the score reads
 )
 
 ORDERS: dict[str, tuple[Param, ...]] = {
@@ -95,6 +97,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "output": ("apart", "over_queries"),  # fa3: the output waits in room of its own, or in that of its queries
     "work": ("whole", "split"),           # fa3: a work tile is a query tile, or may be a split of one
     "query": ("registers", "shared"),     # fa2: where the A operand of the QK product is
+    "slopes": ("times_p", "times_ds"),    # fa2, backward: P is multiplied by the score's slope, or dS is: one is needed before
     "steps": ("ranges", "classes"),       # fa2, backward: tiles of queries are a range, or are found by their class
     "p_precision": ("fp32", "element"),   # fa3, backward: of the P that dS is made of
 }

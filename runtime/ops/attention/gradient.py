@@ -39,16 +39,18 @@ class _Followed(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         causal, left, right, scale, spec, ints, floats = ctx.options
-        made = [None] * len(extra)
-        if any(ctx.needs_input_grad[_EXTRA:]):
-            from flashgen.runtime.ops.attention.parameter_gradients import sink_gradient
+        needed, sums = ctx.needs_input_grad[_EXTRA:], tuple[Tensor, ...]()
+        if any(needed):
+            from flashgen.runtime.ops.attention import parameter_gradients
 
-            made[-1] = sink_gradient(extra[-1], dout, out, lse, dlse, cu_seqlens_q)
-        if not any(ctx.needs_input_grad[:_EXTRA]):
-            return *(None,) * _EXTRA, *made
+            parameter_gradients.check_parameters(spec, extra)
+            sums = parameter_gradients.sums_for(spec, extra, needed)
         dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
-                               (causal, left, right, scale, spec, ctx.deterministic, ints, floats), tuple(extra),
+                               (causal, left, right, scale, spec, ctx.deterministic, ints, floats), (*extra, *sums),
                                numbers)
+        made: list[Tensor | None] = [None] * len(extra)
+        if any(needed):
+            made = parameter_gradients.of_all(spec, extra, needed, sums, (dout, out, lse, dlse, cu_seqlens_q))
         return None, None, None, dq, dk, dv, None, None, *made
 
 

@@ -6,18 +6,48 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashgen.codegen.expr.tree import TensorParam
 from flashgen.codegen.spec.expressions import SINK
 from flashgen.errors import UnsupportedError
+from flashgen.runtime.ops import front
 from flashgen.runtime.ops.attention.parameters import tensors_of
+from flashgen.runtime.ops.signature import Tensors
 
 
 def check_parameters(text: str, extra: Sequence[Tensor]) -> None:
-    """UnsupportedError for a tensor that requires a gradient which nothing makes."""
+    """UnsupportedError for a tensor that requires a gradient in a graph: its sums are written in place, which the ops'
+    schemas do not say."""
     for param, tensor in zip(tensors_of(text), extra, strict=True):
-        if tensor.requires_grad and param != SINK:
-            raise UnsupportedError(f"a gradient of {param.name} is asked for, which no backward kernel makes",
-                                   where=f"params[{param.name!r}]", allowed="a gradient of the sink alone",
-                                   next=f"{param.name}.detach()")
+        if tensor.requires_grad and param != SINK and front.listened():
+            raise UnsupportedError(f"a gradient of {param.name} is asked for in a call that is traced",
+                                   where=f"params[{param.name!r}]", allowed="calls that nobody traces",
+                                   next=f"{param.name}.detach(), or torch.compiler.disable around the call")
+
+
+def sums_for(text: str, extra: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Zeros for the kernels to add the gradients of float tensors to; without elements where none is needed."""
+    return tuple(torch.zeros_like(tensor) if need else tensor.new_empty(0)
+                 for param, tensor, need in zip(tensors_of(text), extra, needed, strict=True) if _has_sums(param))
+
+
+def of_all(text: str, extra: Sequence[Tensor], needed: Sequence[bool], sums: Sequence[Tensor], rows: Tensors
+           ) -> list[Tensor | None]:
+    """The gradients that are needed of the tensors among the parameters. `rows`: what sink_gradient takes besides."""
+    left = iter(sums)
+    found: list[Tensor | None] = []
+    for param, tensor, need in zip(tensors_of(text), extra, needed, strict=True):
+        made = next(left) if _has_sums(param) else sink_gradient(tensor, *rows) if need else None
+        found.append(made if need else None)
+    return found
+
+
+def sum_names(text: str) -> tuple[str, ...]:
+    """What plans call the sums of sums_for."""
+    return tuple(f"d_{param.name}" for param in tensors_of(text) if _has_sums(param))
+
+
+def _has_sums(param: TensorParam) -> bool:
+    return param.dtype == "float32" and param != SINK
 
 
 def sink_gradient(sink: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
