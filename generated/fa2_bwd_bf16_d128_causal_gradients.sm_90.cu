@@ -147,7 +147,7 @@ FG_DEVICE QueryRange seeing_queries(const Params& p, int kv_pos, int seqlen_q, i
 // that an addition of single words fills a line.
 template <int N>
 FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
-  const int lane_offset = threadIdx.x % 128 / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
+  const int lane_offset = threadIdx.x / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -182,7 +182,8 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
   // Key tiles fastest, so that neighbouring blocks share queries in L2; under a causal mask the first tile,
   // which the most queries see, comes first.
   const int block = blockIdx.x;
-  const KeyTileCoord work = key_tile_coord(p, block % p.n_tiles, block / p.n_tiles);
+  int tile = block % p.n_tiles;
+  const KeyTileCoord work = key_tile_coord(p, tile, block / p.n_tiles);
   const int key_start = work.n_tile * BLOCK_N;
   const int valid_keys = min_int(work.seqlen_kv - key_start, BLOCK_N);
   if (valid_keys <= 0) return;

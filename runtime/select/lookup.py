@@ -8,6 +8,7 @@ used: its kernels come first, and only among them does the family decide.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.codegen.expr.tree import Param
 from flashgen.codegen.families.family import DenseCall, Family
-from flashgen.codegen.families.registry import FAMILIES, fastest_first
+from flashgen.codegen.families.registry import FAMILIES, fastest_first, lower
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec.expressions import SINK
 from flashgen.codegen.target import TARGETS
-from flashgen.errors import BundleError, UnsupportedError
+from flashgen.errors import BundleError, PlanError, UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.launch.driver import device_facts
 from flashgen.runtime.launch.kernel import Kernel
@@ -314,7 +315,10 @@ def _variant(family: Family, wanted: Wanted, archs: list[str]) -> Spec | str:
     for spec in fitting:
         if family.tiles and family.tiles.find(spec.arch, mask_choice(spec.causal, spec.window), *dims.values()):
             # What the model overrides, it overrides for its own head dims.
-            return spec.with_(**{row.attribute: row.default for row in rows() if row.override}, **dims)
+            made = spec.with_(**{row.attribute: row.default for row in rows() if row.override}, **dims)
+            with contextlib.suppress(PlanError):  # a backward has a table of its own
+                lower(made)
+                return made
     return f"it has no tile for head dims {tuple(dims.values())}"
 
 
@@ -333,7 +337,8 @@ def _asked(wanted: Wanted) -> str:
     mask = "window" if wanted.window else "causal" if wanted.causal else "full"
     dims = f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v})"
     if wanted.op != "attention":
-        return f"{wanted.op}, {dims}, {wanted.kv_layout}"
+        in_turns = ", deterministic" if dict(wanted.traits).get("deterministic") else ""
+        return f"{wanted.op}, {dims}, {wanted.kv_layout}{in_turns}"
     return f"{dims}, {mask} mask, {wanted.kv_layout}" + (", lse" if wanted.lse else "")
 
 

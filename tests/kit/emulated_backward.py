@@ -39,10 +39,11 @@ class Call:
     params: Mapping[str, Any] = field(default_factory=dict)  # of the spec's expressions
 
 
-def check_backward(spec: Spec, call: Call, schedule: Schedule) -> None:
-    """AssertionError, with the figures, if a gradient is wrong or a row of one is not written."""
+def check_backward(spec: Spec, call: Call, schedule: Schedule, data: int | None = None) -> dict[str, Tensor]:
+    """The gradients and dq_accum. AssertionError, with the figures, if one is wrong or a row of one is not written.
+    `data`: the seed of the inputs, else the schedule's."""
     varlen, dtype = spec.kv_layout == "varlen", {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.dtype]
-    make = torch.Generator().manual_seed(schedule.seed)
+    make = torch.Generator().manual_seed(schedule.seed if data is None else data)
 
     def rows(side: int, heads: int, columns: int) -> Tensor:
         count = sum(pair[side] for pair in call.lengths) + call.rest[side]
@@ -63,16 +64,18 @@ def check_backward(spec: Spec, call: Call, schedule: Schedule) -> None:
                    for name, t in per_row.items()}
     shaped = {name: t if varlen or t.dim() == 1 else t.unflatten(0, (len(call.lengths), -1))
               for name, t in {**given, **made}.items()}
-    sums = {f"d_{name}": torch.zeros_like(t) for name, t in call.params.items() if f"d_{name}" in wanted}
-    made |= sums
-    _launch(spec, call, {**shaped, **per_row, **sums}, schedule)
+    tensors = {f"d_{name}": torch.zeros_like(t) for name, t in call.params.items() if f"d_{name}" in wanted}
+    made |= tensors
+    sums = _launch(spec, call, {**shaped, **per_row, **tensors}, schedule)
     for name, truth in wanted.items():
         error = (made[name].double() - truth).norm() / truth.norm().clamp_min(1e-9)
-        allowed = TOLERANCE[spec.dtype] * (OF_TENSORS if name in sums else 1)
+        allowed = TOLERANCE[spec.dtype] * (OF_TENSORS if name in tensors else 1)
         assert error < allowed, f"{name}: relative error {error:.2e} of {call}, {schedule}"
+    return {**made, "dq_accum": sums}
 
 
-def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedule) -> None:
+def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedule) -> Tensor:
+    """The sums of dQ, as the last kernel finds them."""
     varlen = spec.kv_layout == "varlen"
     plans = [lower(spec.with_(kernel=kernel)) for kernel in KERNELS]
     axes = ("row", "head") if varlen else ("batch", "row", "head")
@@ -85,8 +88,11 @@ def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedu
     values = {f"user_{name}": value for name, value in ExpressionMods.of(spec, call.params).values.items()}
     tensors |= {name: value for name, value in values.items() if isinstance(value, Tensor)}
     program = program.with_values({name: value for name, value in values.items() if not isinstance(value, Tensor)})
+    sums = torch.zeros(program.buffer("dq_accum").shape)
     with scheduled(schedule):
-        EmulatedProgram(program, {plan.step: EmulatedKernel(plan, render(plan)) for plan in plans})(tensors)
+        kernels = {plan.step: EmulatedKernel(plan, render(plan)) for plan in plans}
+        EmulatedProgram(program.given({"dq_accum"}), kernels)({**tensors, "dq_accum": sums})
+    return sums
 
 
 def _truth(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None

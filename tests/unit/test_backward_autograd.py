@@ -213,11 +213,9 @@ def test_refusals() -> None:
     x, call = PLAIN.make_inputs(), flashgen.attention_backward
     q, k, v = leaves(x)
     refused("out", "into `out`", lambda: flashgen.attention(q, k, v, out=torch.empty_like(x.out)))
-    refused("deterministic", "fixed order", lambda: flashgen.attention(q, k, v, deterministic=True))
     refused("deterministic", "deterministic is 3", lambda: flashgen.attention(q, k, v, deterministic=3))
     refused("deterministic", "deterministic is 3", lambda: flashgen.attention(x.q, x.k, x.v, deterministic=3))
     refused("return_lse", "return_lse is 7", lambda: flashgen.attention(q, k, v, return_lse=7))
-    refused("deterministic", "fixed order", lambda: flashgen.attention_backward(*x.tensors, deterministic=True))
     made = flashgen.variant("sigmoid(score)", normalize="none")
     refused("spec='variant variant'", "without softmax", lambda: flashgen.attention(q, k, v, spec=made))
     refused("spec='variant variant'", "without softmax", lambda: call(*x.tensors, spec=made))
@@ -247,9 +245,10 @@ def test_deterministic_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = backward(x, leaves(x))
     try:
         torch.use_deterministic_algorithms(True)
-        refused("deterministic", "fixed order", lambda: flashgen.attention(*leaves(x)))
+        assert all(map(torch.equal, backward(x, leaves(x)), plain))
+        assert dict(FakeKernel.asked[-1].traits)["deterministic"]
         out = torch.ops.flashgen.attention(*leaves(x), None, None, 0, -1, -1, 0.5, "")  # as exported programs call it
-        refused("deterministic", "fixed order", lambda: out.sum().backward())
+        out.sum().backward()
         assert all(map(torch.equal, backward(x, leaves(x), deterministic=False), plain))
         with forward_ad.dual_level():  # so that the call goes by the dispatcher, whose op has no place for it
             refused("deterministic", "differs from torch's switch", lambda: flashgen.attention(
@@ -257,6 +256,7 @@ def test_deterministic_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
         assert flashgen.attention(x.q, x.k, x.v).shape == x.out.shape
         torch.use_deterministic_algorithms(True, warn_only=True)
         assert all(map(torch.equal, backward(x, leaves(x)), plain))
+        assert all(map(torch.equal, backward(x, leaves(x), deterministic=True), plain))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -322,6 +322,25 @@ def test_gradient_of_a_sink(problem: BackwardProblem) -> None:
 
 
 def test_parameters_that_require_a_gradient() -> None:
+    """The kernels add to sums, which are empty for the others, and are not there where no gradient is asked for."""
     x, slope = PLAIN.make_inputs(), torch.rand(4, requires_grad=True)
-    refused("params['slope']", "a gradient of slope", lambda: flashgen.attention(
-        *leaves(x), spec="alibi", causal=True, params={"slope": slope}))
+    made = flashgen.variant("score - slope[head_q] + other[0]", params={
+        "slope": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q"]},
+        "other": {"type": "tensor", "dtype": "float32", "shape": [1]}})
+    options = {"spec": made, "params": {"slope": slope, "other": torch.ones(1)}}
+    flashgen.attention(x.q, x.k, x.v, **options).sum().backward()
+    launch = FakeKernel.launches[-1]
+    assert slope.grad is not None and torch.equal(slope.grad, launch["d_slope"])
+    assert launch["d_other"].numel() == 0 and "d_slope" not in flashgen_launch(x, options)
+    refused("params['slope']", "a gradient of slope .* fixed order",
+            lambda: flashgen.attention(*leaves(x), deterministic=True, **options))
+    inputs = leaves(x)
+    with TorchDispatchMode():
+        refused("params['slope']", "a gradient of slope .* traced", lambda: flashgen.attention(*inputs, **options))
+
+
+def flashgen_launch(x: BackwardInputs, options: dict[str, Any]) -> dict[str, Any]:
+    """What the kernels are given where q alone requires a gradient."""
+    params = {name: t.detach() for name, t in options["params"].items()}
+    flashgen.attention(*leaves(x), **options | {"params": params}).sum().backward()
+    return FakeKernel.launches[-1]

@@ -13,6 +13,7 @@ from flashgen.codegen.families.fa2.bwd_tiles import BWD_TILES, BwdTileRow
 from flashgen.codegen.families.shared import backward_expressions as expressions
 from flashgen.codegen.families.shared.backward import GROUP_ROWS
 from flashgen.codegen.families.shared.backward_lower import gradient_params, gradient_sizes, gradient_strides
+from flashgen.codegen.families.shared.sums import turn_parts, turns_slot
 from flashgen.codegen.plan import Constant, Launch, Plan, Role, registers_per_thread_max
 from flashgen.codegen.slots import tiled_as
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
@@ -67,8 +68,9 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         constants=_constants(spec, tile, shares, target),
         slots=(("key_layout", spec.kv_layout), ("key_inputs", spec.kv_layout), *expressions.slots_of(spec),
                ("dq_order", "component"), ("steps", "classes" if mask == "expression" else "ranges"),
-               *expressions.slopes_of(spec)),
-        flags=(("tile_words", mask == "expression"), *expressions.flags_of(spec)),
+               *expressions.slopes_of(spec), *turns_slot(spec, mask)),
+        flags=(("tile_words", mask == "expression"), ("deterministic", spec.deterministic),
+               *expressions.flags_of(spec)),
         params=(*gradient_params(spec), *expressions.pointer_params(spec), *gradient_strides(spec),
                 *gradient_sizes(spec), *expressions.slot_params(spec)),
         smem=smem, roles=(Role("mma", tile.warps),),
@@ -124,6 +126,7 @@ def _constants(spec: Spec, tile: BwdTileRow, shares: Shares, target: Target) -> 
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v, dout and dv in device memory"),
         Constant("MMA_COLS_QK", round_up(spec.head_dim_qk, 16), "columns of the QK product and of the sums of dQ"),
         Constant("MMA_COLS_V", round_up(spec.head_dim_v, 16), "columns of dP's product: whole 16-column steps"),
+        *turn_parts(spec, tile.warps),
         Constant("SMEM_COLS_QK", smem_cols(spec.head_dim_qk), "columns stored of q and k: whole panels, surplus zero"),
         Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v and dout, likewise"),
     )

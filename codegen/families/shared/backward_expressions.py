@@ -37,7 +37,7 @@ def slots_of(spec: Spec) -> tuple[tuple[str, str], ...]:
 
 
 def slopes_of(spec: Spec) -> tuple[tuple[str, str], ...]:
-    """The choice of the slot `slopes`, of a spec with a score. Gradients of parameters are made of dS without slopes."""
+    """The choice of the slot `slopes`, of a spec with a score. Gradients of parameters need dS without slopes."""
     if spec.expressions.score is None:
         return ()
     return (("slopes", "times_ds" if gradients_of(spec) else "times_p"),)

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import flag
-from flashgen.runtime.ops.attention.checks import check_deterministic, read_deterministic
+from flashgen.runtime.ops.attention.checks import read_deterministic
 from flashgen.runtime.ops.attention_backward.call import gradients, refused_later
 from flashgen.runtime.ops.signature import Options, Signature, Tensors
 from flashgen.runtime.ops.wrapped import refuse_wrapped
@@ -43,11 +43,13 @@ class _Followed(torch.autograd.Function):
         if any(needed):
             from flashgen.runtime.ops.attention import parameter_gradients
 
-            parameter_gradients.check_parameters(spec, extra)
+            parameter_gradients.check_parameters(spec, extra, ctx.deterministic)
             sums = parameter_gradients.sums_for(spec, extra, needed)
-        dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
-                               (causal, left, right, scale, spec, ctx.deterministic, ints, floats), (*extra, *sums),
-                               numbers)
+        dq, dk, dv = None, None, None
+        if any(ctx.needs_input_grad[:_EXTRA]) or any(t.numel() for t in sums):
+            dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
+                                   (causal, left, right, scale, spec, ctx.deterministic, ints, floats),
+                                   (*extra, *sums), numbers)
         made: list[Tensor | None] = [None] * len(extra)
         if any(needed):
             made = parameter_gradients.of_all(spec, extra, needed, sums, (dout, out, lse, dlse, cu_seqlens_q))
@@ -62,7 +64,7 @@ def with_gradient(op: front.Operation, tensors: Tensors, options: Options, extra
                   out: Tensor | None, want_lse: Any, deterministic: Any) -> Tensor | tuple[Tensor, Tensor]:
     """A call that autograd follows: its out, or (out, lse). UnsupportedError for what has no gradient."""
     same_bits = read_deterministic(deterministic)
-    if same_bits or options[_SPEC]:
+    if options[_SPEC]:
         _check(options, extra, same_bits)
     if out is not None:
         raise UnsupportedError("a gradient is asked for, and autograd follows no result that is written into `out`",
@@ -97,7 +99,6 @@ def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[],
 
 def _check(options: Options, extra: tuple[Tensor, ...], deterministic: bool) -> None:
     """UnsupportedError where the options have no gradient."""
-    check_deterministic(deterministic)
     if options[_SPEC]:
         from flashgen.runtime.ops.attention.parameters import check_differentiable  # bundles serve without specs
 
@@ -105,4 +106,4 @@ def _check(options: Options, extra: tuple[Tensor, ...], deterministic: bool) -> 
         if extra:
             from flashgen.runtime.ops.attention.parameter_gradients import check_parameters
 
-            check_parameters(options[_SPEC], extra)
+            check_parameters(options[_SPEC], extra, deterministic)

@@ -14,14 +14,17 @@ from flashgen.runtime.ops.attention.parameters import tensors_of
 from flashgen.runtime.ops.signature import Tensors
 
 
-def check_parameters(text: str, extra: Sequence[Tensor]) -> None:
-    """UnsupportedError for a tensor that requires a gradient in a graph: its sums are written in place, which the ops'
-    schemas do not say."""
+def check_parameters(text: str, extra: Sequence[Tensor], deterministic: bool) -> None:
+    """UnsupportedError for a tensor that requires a gradient with the same bits each time, as sums come in any order;
+    or in a graph: they are written in place, which the ops' schemas do not say."""
     for param, tensor in zip(tensors_of(text), extra, strict=True):
-        if tensor.requires_grad and param != SINK and front.listened():
-            raise UnsupportedError(f"a gradient of {param.name} is asked for in a call that is traced",
-                                   where=f"params[{param.name!r}]", allowed="calls that nobody traces",
-                                   next=f"{param.name}.detach(), or torch.compiler.disable around the call")
+        if not tensor.requires_grad or param == SINK:
+            continue
+        if deterministic or front.listened():
+            raise UnsupportedError(f"a gradient of {param.name} is asked for "
+                                   + ("with a fixed order of sums" if deterministic else "in a call that is traced"),
+                                   where=f"params[{param.name!r}]", allowed="deterministic=False, and no trace",
+                                   next=f"{param.name}.detach()")
 
 
 def sums_for(text: str, extra: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor, ...]:

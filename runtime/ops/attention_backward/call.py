@@ -17,7 +17,6 @@ from flashgen.runtime.ops.attention.bound import UNBOUND, bound_parameters
 from flashgen.runtime.ops.attention.checks import (
     WINDOW_ALLOWED,
     causal_code,
-    check_deterministic,
     check_pair,
     check_qkv,
     read_deterministic,
@@ -146,7 +145,6 @@ class AttentionBackward(front.Operation):
         dout, q, k, v, out, _, _, cu_q, cu_kv = call.tensors
         causal, left, right, scale, text, deterministic, ints, floats = call.options
         check_values(q, k, v, cu_q, cu_kv, window=(left, right), scale=scale)
-        check_deterministic(deterministic)
         named = zip(self.signature.tensors, call.tensors, strict=True)
         if copies := tuple(place for place, (arg, t) in enumerate(named) if not _readable(arg.name, t)):
             return Ready(copies=copies)

@@ -6,9 +6,7 @@
 #include "flashgen/ptx/math.cuh"
 #include "flashgen/query_range.cuh"
 
-struct alignas(8) FloatPair {
-  float x, y;
-};
+struct alignas(8) FloatPair { float x, y; };
 
 // The B operand of a product over a tile's rows, for warp `column_warp` of WARPS, a power of two, that share its columns.
 // They get blocks of 16 like cards dealt, so that each steps along them by immediates, whatever the number of columns.
