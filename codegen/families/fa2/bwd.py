@@ -68,7 +68,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         constants=_constants(spec, tile, shares, target),
         slots=(("key_layout", spec.kv_layout), ("key_inputs", spec.kv_layout), *expressions.slots_of(spec),
                ("dq_order", "component"), ("steps", "classes" if mask == "expression" else "ranges"),
-               *turns_slot(spec, mask)),
+               *expressions.slopes_of(spec), *turns_slot(spec, mask)),
         flags=(("tile_words", mask == "expression"), ("deterministic", spec.deterministic),
                *expressions.flags_of(spec)),
         params=(*gradient_params(spec), *expressions.pointer_params(spec), *gradient_strides(spec),
