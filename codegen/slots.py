@@ -20,6 +20,7 @@ A slot's contract is the set of device functions its files define:
   key_layout (backward) KeyTileCoord key_tile_coord(p, tile, head); dk_rows and dv_rows, each of (p, work), the first
           rows of its results; `key_inputs` (where threads copy) has q_rows and dout_rows, each of (p, work, head_q),
           and k_rows and v_rows
+  first_row (dropout) uint32_t first_row(p, work): the place of a sequence's first query among those of all sequences
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
@@ -59,6 +60,9 @@ EXPRESSION_FLAGS = (  # flags of the skeletons that only plans with expressions 
     "names_batch",  # an expression asks which sequence it is
 )
 
+RARE_FLAGS = (*EXPRESSION_FLAGS, "dropout")  # false where a plan does not list them
+RARE_CHOICES = {"dropout": "none"}            # of slots that a plan need not list
+
 ORDERS: dict[str, tuple[Param, ...]] = {
     "in_order": (),
     "longest_first": (Param("heads_per_section", "divisor", "query heads whose keys and values L2 holds together"),
@@ -78,7 +82,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
     "queries": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS), "dq_order": ("vector", "component"),
-    "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS),
+    "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS), "first_row": tuple(LAYOUTS),
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
 
@@ -92,6 +96,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "work": ("whole", "split"),           # fa3: a work tile is a query tile, or may be a split of one
     "query": ("registers", "shared"),     # fa2: where the A operand of the QK product is
     "p_precision": ("fp32", "element"),   # fa3, backward: of the P that dS is made of
+    "dropout": ("none", "philox"),        # fa2, backward: all of P is multiplied with dO, or what dropout keeps
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.families.fa2 import dropout
 from flashgen.codegen.families.fa2.bwd_tiles import BWD_TILES, BwdTileRow
 from flashgen.codegen.families.shared.backward import GROUP_ROWS
 from flashgen.codegen.families.shared.backward_lower import gradient_params, gradient_sizes, gradient_strides
@@ -60,8 +61,10 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         template="fa2/bwd.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, tile, shares, target),
         slots=(("key_layout", spec.kv_layout), ("key_inputs", spec.kv_layout), ("queries", mask),
-               ("dq_order", "component")),
-        flags=(), params=(*gradient_params(spec), *gradient_strides(spec), *gradient_sizes(spec), *MASKS[mask]),
+               ("dq_order", "component"), *dropout.slots_of(spec)),
+        flags=dropout.flags_of(spec), params=(
+            *gradient_params(spec), *dropout.pointer_params(spec), *gradient_strides(spec), *gradient_sizes(spec),
+            *MASKS[mask], *dropout.scalar_params(spec)),
         smem=smem, roles=(Role("mma", tile.warps),),
         launch=Launch(32 * tile.warps, tile.blocks_per_sm, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = n_tiles * num_heads_kv" + ("" if spec.kv_layout == "varlen" else " * batch")),

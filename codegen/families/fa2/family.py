@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from flashgen.codegen.families.fa2.launch import launch
 from flashgen.codegen.families.fa2.loops import loops
-from flashgen.codegen.families.fa2.options import BACKWARD_ONLY, TRAITS, Options
+from flashgen.codegen.families.fa2.options import BACKWARD_ONLY, RULES, TRAITS, Options
 from flashgen.codegen.families.fa2.tiles import TILES
 from flashgen.codegen.families.family import Family, lazily
 from flashgen.codegen.families.shared.backward import backward
@@ -14,4 +14,4 @@ FA2 = Family(
     cards="any NVIDIA GPU from Ampere on: sm_80, sm_86, sm_89, sm_90, sm_120",
     passes=(forward(lazily(f"{__package__}.lower", "lower"), launch, loops),
             backward(f"{__package__}.bwd", only=BACKWARD_ONLY)),
-    options=Options, only=ONLY, traits=TRAITS, tiles=TILES, default=True, emulated=True)
+    options=Options, only=ONLY, rules=RULES, traits=TRAITS, tiles=TILES, default=True, emulated=True)
