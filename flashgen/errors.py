@@ -6,6 +6,8 @@ so that a message cannot drift from its rule.
 """
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 
@@ -91,6 +93,11 @@ class BundleError(FlashgenError):
     """A bundle directory is damaged or was made by an incompatible flashgen."""
 
     exit_code = 9
+
+
+def nearest_word(text: object, words: Iterable[str], cutoff: float = 0.6) -> str:
+    """The most similar word, or an empty text where none is similar."""
+    return next(iter(difflib.get_close_matches(str(text)[:64], list(words), n=1, cutoff=cutoff)), "")
 
 
 def of_os(error: OSError) -> EnvironmentError_:

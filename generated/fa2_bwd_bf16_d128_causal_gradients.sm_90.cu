@@ -58,7 +58,7 @@ struct Params {
   const Element* dout;  // [batch, seqlen_q, num_heads_q, head_dim_v]
   const float* neg_lse;  // [num_heads_q, q_tiles * BLOCK_M], -lse in powers of two; -inf where no key is seen
   const float* neg_delta;  // likewise, -rowsum(dout * out), plus dlse
-  float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], in fragment order (docs/backward.md)
+  float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)
   Element* dk;  // as k
   Element* dv;  // as v
   int64_t q_batch_stride, q_row_stride, q_head_stride;  // elements
@@ -143,11 +143,11 @@ FG_DEVICE QueryRange seeing_queries(const Params& p, int kv_pos, int seqlen_q, i
   return {clamp_int(kv_pos - diagonal, 0, seqlen_q), seqlen_q};
 }
 
-// dq_order: component. One of the four elements of a fragment lies together for the 32 lanes of a warp, so that an
-// addition of single words fills a line.
+// dq_order: component. One of the four elements of a fragment lies together for the 32 lanes of a warp, so
+// that an addition of single words fills a line.
 template <int N>
 FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
-  const int lane_offset = threadIdx.x / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
+  const int lane_offset = threadIdx.x % 128 / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -158,8 +158,8 @@ static_assert(SMEM_TILES - SMEM_WORK >= sizeof(KeyTileCoord), "map and tiles agr
 static_assert(SMEM_BYTES - SMEM_TILES >= sizeof(QueryTiles), "map and tiles agree");
 
 // Starts the copies of a query tile: its rows of q and dout, and their lse and delta.
-FG_DEVICE void load_queries(const Params& p, const KeyTileCoord& work, unsigned char* smem, int stage, int head,
-                            int m_tile) {
+FG_DEVICE void load_queries(const Params& p, const KeyTileCoord& work, unsigned char* smem, int stage,
+                            int head, int m_tile) {
   const int q_start = m_tile * BLOCK_M;
   const int valid_rows = work.seqlen_q - q_start;
   load_tile<QueryTile, HEAD_DIM_QK, NUM_THREADS>(
@@ -180,8 +180,8 @@ FG_DEVICE void load_queries(const Params& p, const KeyTileCoord& work, unsigned 
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, MIN_BLOCKS_PER_SM)
 fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
-  // Key tiles fastest, so that neighbouring blocks share queries in L2; under a causal mask the first tile, which
-  // the most queries see, comes first.
+  // Key tiles fastest, so that neighbouring blocks share queries in L2; under a causal mask the first tile,
+  // which the most queries see, comes first.
   const int block = blockIdx.x;
   const KeyTileCoord work = key_tile_coord(p, block % p.n_tiles, block / p.n_tiles);
   const int key_start = work.n_tile * BLOCK_N;
@@ -276,11 +276,12 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
                                          (BLOCK_M * MMA_COLS_QK);
 #pragma unroll
     for (int pass = 0; pass < DQ_PASSES; ++pass) {
-      const DealtColumns<KeyTile, DQ_COL_WARPS> key_columns(smem + SMEM_K, dq_col_warp, lane, pass * DQ_BLOCKS);
+      const int first_round = pass * DQ_BLOCKS;
+      const DealtColumns<KeyTile, DQ_COL_WARPS> key_columns(smem + SMEM_K, dq_col_warp, lane, first_round);
       float dq[DQ_FRAGMENTS][2 * DQ_BLOCKS][4];
       clear(dq);
       gemm_rows<BLOCK_N / 16, Element>(dq, ds_by_query, key_columns);
-      add_dq<MMA_COLS_QK, DQ_ROW_WARPS, DQ_COL_WARPS>(sums, dq, dq_row_warp, dq_col_warp, pass * DQ_BLOCKS);
+      add_dq<MMA_COLS_QK, DQ_ROW_WARPS, DQ_COL_WARPS>(sums, dq, dq_row_warp, dq_col_warp, first_round);
     }
     const DealtColumns<QueryTile, QUERY_WARPS> query_columns(queries, query_warp, lane);
     gemm_rows<BLOCK_M / 16, Element>(dk, ds_operand, query_columns);

@@ -26,7 +26,7 @@ constexpr int SMEM_DQ = 0;  // 24576: 64 rows of dq
 constexpr int SMEM_BYTES = 24576;
 
 struct Params {
-  const float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], in fragment order (docs/backward.md)
+  const float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)
   Element* dq;  // [batch, seqlen_q, num_heads_q, head_dim_qk]
   int64_t dq_batch_stride, dq_row_stride, dq_head_stride;  // elements
   int32_t batch;  // sequences
@@ -56,11 +56,11 @@ FG_DEVICE RowTile row_tile(const Params& p, int tile, int head_q) {
   return w;
 }
 
-// dq_order: component. One of the four elements of a fragment lies together for the 32 lanes of a warp, so that an
-// addition of single words fills a line.
+// dq_order: component. One of the four elements of a fragment lies together for the 32 lanes of a warp, so
+// that an addition of single words fills a line.
 template <int N>
 FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
-  const int lane_offset = threadIdx.x / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
+  const int lane_offset = threadIdx.x % 128 / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll

@@ -28,7 +28,7 @@ struct Params {
   const float* dlse;  // [batch, num_heads_q, seqlen_q], the gradient of lse; null: none
   float* neg_lse;  // [num_heads_q, q_tiles * BLOCK_M], -lse in powers of two; -inf where no key is seen
   float* neg_delta;  // likewise, -rowsum(dout * out), plus dlse
-  float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], in fragment order (docs/backward.md)
+  float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)
   int64_t out_batch_stride, out_row_stride, out_head_stride;  // elements
   int64_t dout_batch_stride, dout_row_stride, dout_head_stride;  // elements
   int32_t batch;  // sequences

@@ -26,7 +26,7 @@ constexpr int SMEM_DQ = 0;  // 24576: 64 rows of dq
 constexpr int SMEM_BYTES = 24576;
 
 struct Params {
-  const float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], in fragment order (docs/backward.md)
+  const float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)
   Element* dq;  // [batch, seqlen_q, num_heads_q, head_dim_qk]
   int64_t dq_batch_stride, dq_row_stride, dq_head_stride;  // elements
   int32_t batch;  // sequences
@@ -61,7 +61,7 @@ template <int N>
 FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const Floats4 four = reinterpret_cast<const Floats4*>(group + n * 512)[threadIdx.x];
+    const Floats4 four = reinterpret_cast<const Floats4*>(group + n * 512)[threadIdx.x % 128];
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[0][n][i] = four.values[i];
   }

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import pytest
 import torch
+from backward_kit import backward_by_reference
 from kit import attention_by_reference
 from mla_kit import mla_by_reference
 from sampling import ROTATION
@@ -118,6 +119,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     from flashgen.runtime.verify import verify  # here, so that tests of the build side run without it
 
     monkeypatch.setattr(flashgen, "attention", attention_by_reference, raising=False)
+    monkeypatch.setattr(flashgen, "attention_backward", backward_by_reference, raising=False)
     monkeypatch.setattr(flashgen, "mla_decode", mla_by_reference, raising=False)
     monkeypatch.setattr(flashgen, "mla_schedule", lambda *sizes: None, raising=False)
     monkeypatch.setattr(verify, "current_device", lambda: ("cpu", 90))

@@ -21,6 +21,7 @@ Over several problems the geometric mean counts.
 """
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import statistics
@@ -126,18 +127,12 @@ class Candidates:
     present_error: str = ""
 
 
-class _Drops:
-    """Counts by reason, with the first of each as an example."""
+_Drops = dict[str, list[str]]  # what was dropped, by reason
 
-    def __init__(self) -> None:
-        self._found: dict[str, list[str]] = {}
 
-    def add(self, reason: str, example: str) -> None:
-        self._found.setdefault(reason, []).append(example)
-
-    def all(self) -> tuple[Dropped, ...]:
-        rows = [Dropped(reason, len(examples), examples[0]) for reason, examples in self._found.items()]
-        return tuple(sorted(rows, key=lambda row: -row.count))
+def _counted_drops(drops: _Drops) -> tuple[Dropped, ...]:
+    rows = [Dropped(reason, len(examples), examples[0]) for reason, examples in drops.items()]
+    return tuple(sorted(rows, key=lambda row: -row.count))
 
 
 def default_shapes(spec: Spec) -> tuple[Shape, ...]:
@@ -161,32 +156,42 @@ def shapes_of(spec: Spec, problems: Sequence[str]) -> tuple[Shape, ...]:
 
 def candidates(spec: Spec, shapes: Sequence[Shape], limit: int = MAX_CANDIDATES) -> Candidates:
     """What of the grid fits, at most `limit`, the present tile among them. PlanError if nothing fits."""
-    drops, fitting = _Drops(), []
+    drops: _Drops = collections.defaultdict(list)
+    fitting = []
     grid, own = list(tilings(spec)), present_tiling(spec)
     present = _candidate(spec, own, shapes)
     for tiling in grid:
         found = _candidate(spec, tiling, shapes) if tiling != own else present
         if isinstance(found, FlashgenError):
-            drops.add(_refusal(found), f"{tiling}: {found.what}")
+            drops[_refusal(found)].append(f"{tiling}: {found.what}")
         elif tiling != own:
             fitting.append(found)
     there = [present] if isinstance(present, Candidate) else []
     if not fitting and not there:
         raise PlanError(f"none of {len(grid)} tiles fits {spec.variant} on {spec.arch}", where=spec.variant,
-                        details="\n".join(f"  {row.count}: {row.reason}, such as {row.example}" for row in drops.all()))
+                        details="\n".join(f"  {row.count}: {row.reason}, such as {row.example}"
+                                          for row in _counted_drops(drops)))
     best = min(c.estimate.floor for c in (*fitting, *there))
-    near = _by_prediction(_near(fitting, best, drops))
+    for far in (c for c in fitting if c.estimate.floor > SLACK * best):
+        drops[f"floor {100 * (SLACK - 1):.0f} % above the best, for {_blame(far.estimate)}"].append(
+            f"{far.tiling}: {far.estimate.floor / best:.2f} times the best floor")
+    near = _by_prediction([c for c in fitting if c.estimate.floor <= SLACK * best])
     room = max(0, limit - len(there))
     for late in near[room:]:
-        drops.add(f"behind the {limit} that the model puts first", str(late.tiling))
+        drops[f"behind the {limit} that the model puts first"].append(str(late.tiling))
     return Candidates(spec, tuple(shapes), len(grid) + bool(there and own not in grid),
-                      tuple(_by_prediction([*near[:room], *there])), drops.all(),
+                      tuple(_by_prediction([*near[:room], *there])), _counted_drops(drops),
                       there[0] if there else None, "" if there else str(present))
 
 
 def tile_table(spec: Spec) -> TileTable[Any]:
-    """The table of the spec's family. PlanError for one that has one tile."""
-    tiles = FAMILIES[spec.family].tiles
+    """The table of the spec's family. PlanError for one that has one tile, and for a pass that takes no other tile."""
+    family = FAMILIES[spec.family]
+    tiles, fixed = family.tiles, {each.name: only.why for each in family.passes for only in each.only
+                                  if only.field == "tile"}
+    if spec.pass_ in fixed:
+        raise PlanError(f"pass {spec.pass_} takes no tile from a spec: {fixed[spec.pass_]}", where=spec.variant,
+                        allowed=", ".join(f"pass {name}" for name in family.by_name if name not in fixed))
     if tiles is None:
         raise PlanError(f"family {spec.family} has one tile", where=spec.variant,
                         allowed=", ".join(name for name, family in FAMILIES.items() if family.tiles))
@@ -245,19 +250,6 @@ def _candidate(spec: Spec, tiling: Tiling, shapes: Sequence[Shape]) -> Candidate
 
 def _refusal(error: FlashgenError) -> str:
     return next((reason for word, reason in _REFUSALS.items() if word in error.what), error.what)
-
-
-def _near(fitting: Sequence[Candidate], best: float, drops: _Drops) -> list[Candidate]:
-    """Those whose floor is near the best one."""
-    kept = []
-    for candidate in fitting:
-        found = candidate.estimate
-        if found.floor <= SLACK * best:
-            kept.append(candidate)
-        else:
-            drops.add(f"floor {100 * (SLACK - 1):.0f} % above the best, for {_blame(found)}",
-                      f"{candidate.tiling}: {found.floor / best:.2f} times the best floor")
-    return kept
 
 
 def _by_prediction(found: Sequence[Candidate]) -> list[Candidate]:

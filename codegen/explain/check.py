@@ -2,10 +2,9 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashgen.codegen.explain.explain import typical
@@ -17,7 +16,7 @@ from flashgen.codegen.families.registry import FAMILIES, lower, pass_of
 from flashgen.codegen.plan import Expression, Plan
 from flashgen.codegen.spec.expressions import NONE
 from flashgen.codegen.spec.spec import Spec
-from flashgen.errors import SpecError, UnsupportedError
+from flashgen.errors import SpecError, UnsupportedError, nearest_word
 
 SHOWN = {SKIP: "·", PARTIAL: "▒", FULL: "█"}
 COLUMNS, ROWS = 64, 32     # of the picture, at most
@@ -53,10 +52,8 @@ class Check:
             if tree is not None:
                 found[kind] = {"written": getattr(self.spec, kind), "canonical": tree.text,
                                "parts": [{"text": node.text, "type": node.type} for node in parts_of(tree)]}
-        found["cuda"] = {e.slot: {"uniform": [vars(p) for p in e.uniform], "row": [vars(p) for p in e.row],
-                                  "column": [vars(p) for p in e.column], "rest": e.rest, "tile_class": e.tile_class,
-                                  "class_rows": [vars(p) for p in e.class_rows],
-                                  "first": list(e.first), "last": list(e.last)} for e in self.plan.expressions}
+        found["cuda"] = {e.slot: {name: value for name, value in asdict(e).items()
+                                  if name not in ("slot", "about", "whole")} for e in self.plan.expressions}
         if self.tiles is not None:
             tiles = self.tiles
             found["tiles"] = {"block_m": tiles.block_m, "block_n": tiles.block_n, "visited": tiles.visited,
@@ -100,10 +97,9 @@ def _values(spec: Spec, params: Sequence[str]) -> tuple[dict[str, Any], dict[str
     for word in params:
         name, equals, text = word.partition("=")
         if not equals or name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
             raise UnsupportedError(f"{word!r} sets no parameter of {spec.name}", where="--param",
                                    allowed=", ".join(f"{each}=..." for each in known),
-                                   nearest=f"{close[0]}=" if close else "")
+                                   nearest=f"{near}=" if (near := nearest_word(name, known)) else "")
         values[name], texts[name] = _value(declared.get(name), text, name), text
     return values, texts
 

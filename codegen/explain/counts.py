@@ -6,7 +6,6 @@ products, two more units are counted: those that exponentiate and those that iss
 """
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from flashgen.codegen.plan import Plan, registers_per_thread_max
 from flashgen.codegen.spec.show import show
 from flashgen.codegen.target import TARGETS, Device, Target
 from flashgen.codegen.warpgroup import RegisterNeed, register_need
-from flashgen.errors import UnsupportedError
+from flashgen.errors import UnsupportedError, nearest_word
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
@@ -37,9 +36,8 @@ def check_sizes(cls: type[Any], problem: Mapping[str, Any], but: Sequence[str] =
     names = [f.name for f in fields(cls)]
     for name, value in problem.items():
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
             raise UnsupportedError(f"unknown size {name}", where="problem", allowed=", ".join(names),
-                                   nearest=close[0] if close else "")
+                                   nearest=nearest_word(name, names))
         if name not in but and (type(value) is not int or not 1 <= value <= INT_MAX):
             raise UnsupportedError(f"{name} is {show(value)}", where="problem",
                                    allowed=f"whole numbers from 1 to {INT_MAX}")

@@ -1,7 +1,8 @@
 """The tiles of keys that each query tile of a mask visits, and how many pairs the mask leaves: counted, not run."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from flashgen.codegen.expr.spans import MASKED, VISIBLE, Span, Value, compiled
@@ -89,14 +90,12 @@ def tile_map(question: Question, block_m: int, block_n: int, group: int = 0) -> 
     queries = query_tiles(question.seqlen_q, block_m, group)
     rows, columns = len(queries), -(-question.seqlen_kv // block_n)
     cells = [bytearray(columns) for _ in range(rows)]
-    boxes = [(0, rows, 0, columns)] if rows and columns else []
-    while boxes:
-        r0, r1, c0, c1 = boxes.pop()
+
+    def bits_of(r0: int, r1: int, c0: int, c1: int) -> int:
         q = (question.first + queries[r0][0], question.first + queries[r1 - 1][1])
-        found = bits(q, (c0 * block_n, min(c1 * block_n, question.seqlen_kv) - 1))
-        if found == VISIBLE | MASKED and (r1 - r0, c1 - c0) != (1, 1):
-            boxes += _halves(r0, r1, c0, c1)
-            continue
+        return bits(q, (c0 * block_n, min(c1 * block_n, question.seqlen_kv) - 1))
+
+    for (r0, r1, c0, c1), found in _settled(bits_of, rows, columns):
         for row in range(r0, r1):
             cells[row][c0:c1] = bytes([_CLASS[found]]) * (c1 - c0)
     if question.seqlen_kv % block_n:  # the last tile has keys that do not exist
@@ -111,28 +110,30 @@ def pairs_of(question: Question, tiles: TileMap) -> tuple[int, bool]:
     if tiles.unknown:
         return tiles.pairs, False
     bits = compiled(question.mask, question.known())
-    total, exact, looked = 0, True, 0
-    boxes = [(0, question.seqlen_q, 0, question.seqlen_kv)] if question.seqlen_q and question.seqlen_kv else []
-    while boxes:
-        r0, r1, c0, c1 = boxes.pop()
-        looked += 1
-        span: Span = (question.first + r0, question.first + r1 - 1)
-        found = bits(span, (c0, c1 - 1))
-        size = (r1 - r0) * (c1 - c0)
-        if found == VISIBLE | MASKED and size > 1 and looked < MAX_BOXES:
-            boxes += _halves(r0, r1, c0, c1)
-        elif found & VISIBLE:
-            total += size
+    total, exact = 0, True
+    for (r0, r1, c0, c1), found in _settled(
+            lambda r0, r1, c0, c1: bits((question.first + r0, question.first + r1 - 1), (c0, c1 - 1)),
+            question.seqlen_q, question.seqlen_kv, MAX_BOXES):
+        if found & VISIBLE:
+            total += (r1 - r0) * (c1 - c0)
             exact &= found == VISIBLE
     return min(total, tiles.pairs), exact
 
 
-def _halves(r0: int, r1: int, c0: int, c1: int) -> list[tuple[int, int, int, int]]:
-    if r1 - r0 >= c1 - c0:
-        middle = (r0 + r1) // 2
-        return [(r0, middle, c0, c1), (middle, r1, c0, c1)]
-    middle = (c0 + c1) // 2
-    return [(r0, r1, c0, middle), (r0, r1, middle, c1)]
+def _settled(bits_of: Callable[[int, int, int, int], int], rows: int, columns: int, most: float = math.inf
+             ) -> Iterator[tuple[tuple[int, int, int, int], int]]:
+    """Boxes (first row, end, first column, end) that cover all, with their bits: halved until each is of one kind or
+    has one place, or until `most` have been looked at."""
+    boxes, looked = [(0, rows, 0, columns)] if rows and columns else [], 0
+    while boxes:
+        r0, r1, c0, c1 = box = boxes.pop()
+        found, looked = bits_of(*box), looked + 1
+        if found != VISIBLE | MASKED or (r1 - r0, c1 - c0) == (1, 1) or looked >= most:
+            yield box, found
+        elif r1 - r0 >= c1 - c0:
+            boxes += [(r0, (r0 + r1) // 2, c0, c1), ((r0 + r1) // 2, r1, c0, c1)]
+        else:
+            boxes += [(r0, r1, c0, (c0 + c1) // 2), (r0, r1, (c0 + c1) // 2, c1)]
 
 
 def steps(width: int) -> Value:

@@ -7,13 +7,12 @@ Where a value inside is infinite, the chain rule may give NaN (0 times infinity)
 """
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashgen.codegen.expr.canon import build, canonical, negate
 from flashgen.codegen.expr.tree import Expr, Index, Name, Op, TensorParam, const, names_of, walk
-from flashgen.errors import SpecError
+from flashgen.errors import SpecError, nearest_word
 
 _ZERO, _ONE = const(0.0), const(1.0)
 MAX_SIZE = 20_000  # nodes of a derivative; a product's has its factors once for each of them
@@ -56,9 +55,8 @@ def tensor_derivative(tree: Expr, name: str) -> tuple[TensorTerm, ...]:
     if not isinstance(param, TensorParam) or param.type != "float":
         tensors = [key for key, item in names_of(tree).items() if isinstance(item, TensorParam)
                    and item.type == "float"]
-        close = difflib.get_close_matches(name, tensors, n=1)
         raise SpecError("is no float32 tensor that the expression reads", where=name,
-                        allowed=", ".join(tensors) or "it reads none", nearest=close[0] if close else "")
+                        allowed=", ".join(tensors) or "it reads none", nearest=nearest_word(name, tensors))
     reads = {node.text: node for node in walk(tree) if isinstance(node, Index) and node.param.name == name}
     terms = [TensorTerm(_derivative(tree, text), node.args) for text, node in reads.items()]
     return tuple(term for term in terms if term.multiplier != _ZERO)

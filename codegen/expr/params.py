@@ -1,7 +1,6 @@
 """The `params:` of a spec: what a score or mask expression reads besides the names in scope."""
 from __future__ import annotations
 
-import difflib
 import keyword
 import re
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from flashgen.codegen.expr.tree import (
     Type,
     round_float,
 )
-from flashgen.errors import SpecError
+from flashgen.errors import SpecError, nearest_word
 
 MAX_PARAMS, MAX_NAME = 32, 40
 _KINDS = "{type: int, float or bool, default: ...} or {type: tensor, dtype: ..., shape: [...]}"
@@ -53,9 +52,8 @@ def _name(name: object, where: str) -> str:
 def _keys(fields: Mapping[Any, Any], known: tuple[str, ...], where: str) -> None:
     for key in fields:
         if key not in known:
-            close = difflib.get_close_matches(str(key)[:MAX_NAME], known, n=1)
             raise SpecError(f"unknown key {str(key)[:MAX_NAME]!a}", where=where, allowed=", ".join(known),
-                            nearest=close[0] if close else "")
+                            nearest=nearest_word(key, known))
 
 
 def _param(name: str, fields: object, where: str) -> Param:
@@ -67,9 +65,8 @@ def _param(name: str, fields: object, where: str) -> Param:
         return _tensor(name, fields.get("dtype"), fields.get("shape"), fields.get("sorted", False), where)
     if not isinstance(kind, str) or kind not in get_args(Type):
         known = (*get_args(Type), "tensor")
-        close = difflib.get_close_matches(str(kind)[:MAX_NAME], known, n=1)
         raise SpecError(f"has no type that is known: {str(kind)[:MAX_NAME]!a}" if "type" in fields else "has no type",
-                        where=f"{where}.type", allowed=", ".join(known), nearest=close[0] if close else "")
+                        where=f"{where}.type", allowed=", ".join(known), nearest=nearest_word(kind, known))
     _keys(fields, ("type", "default"), where)
     default = fields.get("default")
     if default is not None:
@@ -93,18 +90,16 @@ def as_scalar(kind: str, value: object, where: str) -> int | float | bool:
 
 def _tensor(name: str, dtype: object, shape: object, is_sorted: object, where: str) -> TensorParam:
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        close = difflib.get_close_matches(str(dtype)[:MAX_NAME], DTYPES, n=1)
         raise SpecError(f"dtype is {str(dtype)[:MAX_NAME]!a}", where=f"{where}.dtype", allowed=", ".join(DTYPES),
-                        nearest=close[0] if close else "")
+                        nearest=nearest_word(dtype, DTYPES))
     if not isinstance(shape, (list, tuple)) or not 1 <= len(shape) <= 2:
         raise SpecError(f"shape is {str(shape)[:MAX_NAME]!a}", where=f"{where}.shape",
                         allowed="a list of one or two dimensions")
     for dim in shape:
         if (isinstance(dim, str) and dim in DIMS) or (type(dim) is int and 1 <= dim <= INT_MAX):
             continue
-        close = difflib.get_close_matches(str(dim)[:MAX_NAME], DIMS, n=1)
         raise SpecError(f"shape holds {str(dim)[:MAX_NAME]!a}", where=f"{where}.shape",
-                        allowed=f"{', '.join(DIMS)}, or a whole number from 1", nearest=close[0] if close else "")
+                        allowed=f"{', '.join(DIMS)}, or a whole number from 1", nearest=nearest_word(dim, DIMS))
     if is_sorted not in (False, True) or (is_sorted and dtype != "int32"):
         raise SpecError(f"sorted is {str(is_sorted)[:MAX_NAME]}" + (f" for {dtype}" if is_sorted is True else ""),
                         where=f"{where}.sorted", allowed="true or false; true for int32 only")

@@ -8,7 +8,6 @@ node by node, and the text itself goes nowhere else.
 from __future__ import annotations
 
 import ast
-import difflib
 import keyword
 import re
 import warnings
@@ -37,7 +36,7 @@ from flashgen.codegen.expr.tree import (
     const,
     round_float,
 )
-from flashgen.errors import SpecError
+from flashgen.errors import SpecError, nearest_word
 
 MAX_TEXT, MAX_DEPTH = 8192, 32    # characters, levels of parentheses and operators in the text
 MAX_SIZE, MAX_LEVELS = 600, 96    # of the tree: nodes, and nodes on the longest way down
@@ -196,8 +195,7 @@ class _Parser:
         self.unknown(node, node.id, "name", [*self.scope, ROW, *self.params])
 
     def unknown(self, at: ast.AST, name: str, what: str, known: Sequence[str]) -> NoReturn:
-        close = difflib.get_close_matches(name[:40], known, n=1)
-        self.fail(at, f"{name[:40]} is no known {what}", ", ".join(known), nearest=close[0] if close else "",
+        self.fail(at, f"{name[:40]} is no known {what}", ", ".join(known), nearest=nearest_word(name, known),
                   next="declare it under `params:`" if what != "function" else "")
 
     def on_binop(self, node: ast.BinOp, depth: int) -> Expr:

@@ -55,7 +55,7 @@ def _launched(explanation: Explanation) -> str:
 
 
 def _served(spec: Spec) -> str:
-    """Which kernel flashgen.attention takes for calls that this one serves, and why not one of a faster family."""
+    """Which kernel a call of the operation takes, of those that this one serves, and why not one of a faster family."""
     from flashgen.codegen.families.registry import FAMILIES, op_of
     from flashgen.codegen.target import TARGETS
     from flashgen.runtime.select.lookup import why
@@ -66,6 +66,7 @@ def _served(spec: Spec) -> str:
     if selector(spec.fields(), spec.arch).score != "none":
         return "no call gets it unasked: flashgen.attention(..., spec=..., params=...)"
     wanted = Wanted(spec.dtype, spec.head_dim_qk, spec.head_dim_v, spec.causal, spec.window, spec.kv_layout, spec.lse,
+                    op=op_of(spec),
                     traits=tuple((trait.option, getattr(spec, trait.option)) for trait in FAMILIES[spec.family].traits))
     return f"such calls on compute capability {TARGETS[spec.arch].cc / 10:.1f} get {why(wanted, TARGETS[spec.arch].cc)}"
 

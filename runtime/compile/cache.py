@@ -158,40 +158,36 @@ class Cache:
 
     def get(self, plan: Plan, source: Source) -> Entry | None:
         """The entry if it is here and whole. Never compiles, and leaves a damaged entry to the next build."""
-        return self._get(cache_key(source, plan), plan)
+        try:
+            return self._find(cache_key(source, plan), plan)
+        except Damaged:
+            return None
 
     def get_or_build(self, plan: Plan, source: Source) -> Entry:
         """The entry, compiled if need be.
 
         Raises UnsupportedError if FLASHGEN_NO_COMPILE is set and it is not here, CompileError if NVRTC refuses it.
         """
-        key = cache_key(source, plan)
-        entry = self._get(key, plan)
+        entry = self.get(plan, source)
         if entry is None and os.environ.get("FLASHGEN_NO_COMPILE", "") not in ("", "0"):
             raise UnsupportedError(
                 f"not in the cache ({self.directory or 'memory only'}), and FLASHGEN_NO_COMPILE forbids to compile it",
                 where=plan.kernel_name,
                 next=f"flashgen build specs/{plan.family}_{plan.pass_}.yaml, or the spec file that defines it")
-        return entry or self._build(key, plan, source)
+        return entry or self._build(plan, source)
 
     def build(self, plan: Plan, source: Source) -> Entry:
         """As get_or_build for callers who were asked to compile: FLASHGEN_NO_COMPILE does not apply."""
-        key = cache_key(source, plan)
-        return self._get(key, plan) or self._build(key, plan, source)
+        return self.get(plan, source) or self._build(plan, source)
 
     def remember(self, entry: Entry) -> None:
         """Serve `entry` from memory from now on."""
         self._memory[entry.key] = replace(entry, hit=True)
 
-    def _get(self, key: str, plan: Plan) -> Entry | None:
-        try:
-            return self._find(key, plan)
-        except Damaged:
-            return None
-
-    def _build(self, key: str, plan: Plan, source: Source) -> Entry:
-        with self._lock(key):
-            stuck = None
+    def _build(self, plan: Plan, source: Source) -> Entry:
+        key, stuck = cache_key(source, plan), None
+        with held(self.directory / "locks" / f"{key}.lock", LOCK_TIMEOUT_S) if self.directory else (
+                contextlib.nullcontext()):
             try:
                 entry = self._find(key, plan)  # another process may have built it while we waited
                 if entry is not None:
@@ -242,13 +238,6 @@ class Cache:
         return None
 
     # -- writing
-
-    @contextlib.contextmanager
-    def _lock(self, key: str) -> Iterator[None]:
-        """Hold the key's lock if it can be had: `held`."""
-        with held(self.directory / "locks" / f"{key}.lock", LOCK_TIMEOUT_S) if self.directory else (
-                contextlib.nullcontext()):
-            yield
 
     def _publish(self, entry: Entry) -> Path | None:
         """Write the entry beside its place and rename it there. None, after one warning, if it cannot be written."""
@@ -340,14 +329,14 @@ class Cache:
     def _emulator_files(self, ending: str) -> list[Path]:
         if self.directory is None:
             return []
-        return [file for folder in _children(self.directory, "emulator", os.DirEntry.is_dir)
+        return [file for folder in _children(self.directory, "emulator")
                 for file in _children(folder, rf"[0-9a-f]{{64}}({ending})", os.DirEntry.is_file)]
 
     def _entry_folders(self) -> Iterator[Path]:
         if self.directory is None:
             return
-        for bucket in _folders(self.directory, r"[0-9a-f]{2}"):
-            yield from _folders(bucket, rf"{bucket.name}[0-9a-f]{{62}}")
+        for bucket in _children(self.directory, r"[0-9a-f]{2}"):
+            yield from _children(bucket, rf"{bucket.name}[0-9a-f]{{62}}")
 
     def _remove(self, item: CacheItem) -> bool:
         self._memory.pop(item.key, None)
@@ -362,18 +351,14 @@ class Cache:
         if self.directory is None:
             return
         pattern = re.escape(STAGING_PREFIX) + ".*"
-        buckets = [self.directory, *_folders(self.directory, r"[0-9a-f]{2}")]
-        for folder in [path for bucket in buckets for path in _folders(bucket, pattern)]:
+        buckets = [self.directory, *_children(self.directory, r"[0-9a-f]{2}")]
+        for folder in [path for bucket in buckets for path in _children(bucket, pattern)]:
             with contextlib.suppress(OSError):
                 if folder.lstat().st_mtime <= time.time() - age_s:
                     shutil.rmtree(folder)
 
 
-def _folders(parent: Path, pattern: str) -> list[Path]:
-    return _children(parent, pattern, os.DirEntry.is_dir)
-
-
-def _children(parent: Path, pattern: str, is_kind: Callable[..., bool]) -> list[Path]:
+def _children(parent: Path, pattern: str, is_kind: Callable[..., bool] = os.DirEntry.is_dir) -> list[Path]:
     """What is in `parent`, of a kind, no symbolic link, and with a name that matches `pattern` in full."""
     try:
         with os.scandir(parent) as rows:

@@ -20,6 +20,7 @@ from flashgen.errors import UnsupportedError
 from flashgen.runtime.emulator.kernel import Statistics, emulated_sms
 from flashgen.runtime.emulator.report import site
 from flashgen.runtime.emulator.schedule import Schedule, collecting, scheduled
+from flashgen.runtime.emulator.toolchain import compile_kernel
 from flashgen.runtime.ops.registry import op_of
 
 KINDS = ("arithmetic", "exponentials", "tensor cores", "fragments", "shuffles", "copies", "waits")  # Kind of trace.h
@@ -154,10 +155,12 @@ def timeline(spec: Spec, sizes: dict[str, Any] | None = None, block: int = 0) ->
         call = example.prepare()
         with collecting() as rows:
             call()
-    found = spans(rows[0], FAMILIES[plan.family].trace_depth) if rows else []
+    source = render(plan)
+    own = [row for row in rows if row.kernel == str(compile_kernel(source))]  # a call may launch others before it
+    found = spans(own[0], FAMILIES[plan.family].trace_depth) if own else []
     if not found:
-        raise UnsupportedError(f"block {block} does nothing", where="--block", allowed="a block with work to do",
+        raise UnsupportedError(f"block {block} does nothing that is timed", where="--block", allowed="a block with work to do",
                                nearest="--block 0")
     title = f"{plan.kernel_name}: block {block} of a call with " + ", ".join(
         f"{name} {getattr(shape, name)}" for name in ("batch", "seqlen_q", "seqlen_kv", "num_heads_q"))
-    return Timeline(plan, title, ["", *render(plan).text.splitlines()], found, rows[0].warps)
+    return Timeline(plan, title, ["", *source.text.splitlines()], found, own[0].warps)

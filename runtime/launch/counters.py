@@ -77,14 +77,10 @@ class Counters:
         return [block + i * self.slot_bytes for i in range(count)]
 
 
-def _slot_bytes(words: int) -> int:
-    """Room for `words` counters in one of a few sizes, so that a process does not collect slots of many."""
-    return SLOT_ALIGN_BYTES << max(0, -(-4 * words // SLOT_ALIGN_BYTES) - 1).bit_length()
-
-
 def counters_of(device_index: int, words: int) -> Counters:
-    """Counters of cuda:<device_index> with room for `words` int32 in each slot."""
-    return _counters_of(device_index, _slot_bytes(words))
+    """Counters of cuda:<device_index> with room for `words` int32 in each slot, whose sizes are powers of two, so that
+    a process does not collect slots of many."""
+    return _counters_of(device_index, SLOT_ALIGN_BYTES << max(0, -(-4 * words // SLOT_ALIGN_BYTES) - 1).bit_length())
 
 
 @functools.cache

@@ -2,14 +2,13 @@
 """
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.errors import SpecError
+from flashgen.errors import SpecError, nearest_word
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +61,7 @@ def _choices(key: object, value: object, where: str, axes: Mapping[str, Axis]) -
     axis = axes.get(str(key))
     if axis is None:
         raise SpecError(f"unknown key {key}", where=where, allowed=", ".join(axes),
-                        nearest=next(iter(difflib.get_close_matches(str(key), axes, n=1)), ""))
+                        nearest=nearest_word(key, axes))
     several = isinstance(value, list) and not (axis.is_list and all(isinstance(item, int) for item in value))
     choices: Sequence[Any] = value if several and isinstance(value, list) else [value]
     for choice in choices:

@@ -9,7 +9,7 @@ import importlib
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -258,9 +258,14 @@ def call(op: Operation, tensors: Tensors, options: Options, extra: tuple[Tensor,
     if torch._C._cuda_getDevice() == device_index:
         known.launch(_current_stream(device_index), addresses)
     else:
-        with torch.cuda.device(device_index):
-            known.launch(_current_stream(device_index), addresses)
+        _launch_there(known.device_index, known.launch, addresses)
     return out, lse
+
+
+def _launch_there(device_index: int, launch: Callable[[int, list[int]], None], addresses: list[int]) -> None:
+    """A launch on a device that is not the current one."""
+    with torch.cuda.device(device_index):
+        launch(_current_stream(device_index), addresses)
 
 
 def _several(known: _Call, tensors: Tensors, extra: tuple[Tensor, ...], addresses: list[int]) -> Results:
@@ -271,8 +276,10 @@ def _several(known: _Call, tensors: Tensors, extra: tuple[Tensor, ...], addresse
         _finish(known, (*tensors, *results, *extra), results)
         return *results, None
     addresses[-1:] = [t.data_ptr() for t in (*results, *extra)]
-    with torch.cuda.device(known.device_index):
+    if torch._C._cuda_getDevice() == known.device_index:
         known.launch(_current_stream(known.device_index), addresses)
+    else:
+        _launch_there(known.device_index, known.launch, addresses)
     return *results, None
 
 

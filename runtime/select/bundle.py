@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from flashgen.codegen.plan import CTYPES, Plan, params_layout, verify
 from flashgen.codegen.target import TARGETS
@@ -26,6 +26,9 @@ from flashgen.runtime.compile.cubin import Resources, check_image
 from flashgen.runtime.compile.entry import Entry, FileFacts, canonical, facts, read_listed, read_signed, signed
 from flashgen.runtime.launch.rehearsal import check_launch
 from flashgen.runtime.select.selector import Selector, selector_of
+
+if TYPE_CHECKING:
+    from flashgen.runtime.compile.build import Rendered
 
 SCHEMA = 5        # of the manifest
 LAUNCH_RULES = 6  # raise it when families/*/launch.py derives grid, block or argument values from a plan differently
@@ -133,8 +136,7 @@ class Bundle:
         if row is None:
             return None
         if selector not in self._loaded:
-            plan = self._plan(row)
-            self._loaded[selector] = plan, self._image(row)
+            self._loaded[selector] = self._plan(row), self._file(row, "cubin")
         return self._loaded[selector]
 
     def _plan(self, row: Row) -> Plan:
@@ -144,33 +146,30 @@ class Bundle:
             plan = Plan.from_json(text)
             served = selector_of(plan)
             if (plan.variant, plan.target, served) != (row.variant, row.arch, row.selector):
-                raise _error(self.path, f"{name} is the plan of {plan.kernel_name}, which serves {served}",
-                             allowed=f"{row.variant}.{row.arch}, which serves {row.selector}")
+                raise BadFile(f"is the plan of {plan.kernel_name}, which serves {served}",
+                              allowed=f"{row.variant}.{row.arch}, which serves {row.selector}")
             if plan.target not in TARGETS:
-                raise _error(self.path, f"{name} is for {plan.target}", allowed=", ".join(TARGETS))
+                raise BadFile(f"is for {plan.target}", allowed=", ".join(TARGETS))
             verify(plan, TARGETS[plan.target])
             check_launch(plan)
+            if abi_digest(plan) != row.abi:
+                raise BadFile("packs its parameters differently here",
+                              allowed="the ABI digest of the flashgen that wrote it")
+        except BadFile as err:
+            raise _error(self.path, err.of(name), err.allowed) from err
         except PlanError as err:
             raise _error(self.path, f"{name}: {err.what}", err.allowed) from err
         except KeyError as err:
             raise _error(self.path, f"{name}: `spec` lacks {err}", "the fields that a selector has") from err
-        if abi_digest(plan) != row.abi:
-            raise _error(self.path, f"{name} packs its parameters differently here",
-                         allowed="the ABI digest of the flashgen that wrote it")
         return plan
-
-    def _image(self, row: Row) -> bytes:
-        image = self._file(row, "cubin")
-        try:
-            check_image(image)
-        except BadFile as err:
-            raise _error(self.path, err.of(row.file("cubin")), err.allowed) from err
-        return image
 
     def _file(self, row: Row, suffix: str) -> bytes:
         name = row.file(suffix)
         try:
-            return read_listed(self.path / name, row.files[suffix])
+            data = read_listed(self.path / name, row.files[suffix])
+            if suffix == "cubin":
+                check_image(data)
+            return data
         except OSError as err:
             raise _error(self.path, f"{name} cannot be read ({err.strerror})") from err
         except BadFile as err:
@@ -197,17 +196,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return fields
 
 
-class Keyed(Protocol):
-    """What is bundled, compiled or not yet: a kernel's plan and its key in the cache."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def key(self) -> str: ...
-
-
-_Keyed = TypeVar("_Keyed", bound=Keyed)
+_Keyed = TypeVar("_Keyed", "Rendered", Entry)  # what is bundled, compiled or not yet
 
 
 def one_per_selector(kernels: Iterable[_Keyed]) -> list[_Keyed]:

@@ -4,7 +4,6 @@ They travel as the ops take them: ints (and bools), floats and tensors, each in 
 """
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from flashgen.codegen.expr.params import as_scalar
 from flashgen.codegen.expr.tree import INT_MAX, INT_MIN, Param, ScalarParam, TensorParam
-from flashgen.errors import SpecError, UnsupportedError
+from flashgen.errors import SpecError, UnsupportedError, nearest_word
 from flashgen.runtime.ops.arguments import number, shown
 from flashgen.runtime.ops.wrapped import refuse_wrapped
 from flashgen.runtime.select.handles import Form, signature, title
@@ -63,9 +62,8 @@ def bind(form: Form, params: Mapping[str, Any] | None) -> Bound | None:
 
 def _unknown(form: Form, name: object) -> UnsupportedError:
     names, shown = [param[0] for param in form.params], str(name)[:40]
-    close = difflib.get_close_matches(str(name), names, n=1)
     return UnsupportedError(f"{title(form.handle)} has no parameter {shown!r}", where=f"params[{shown!r}]",
-                            allowed=", ".join(names) or "no parameters", nearest=close[0] if close else "")
+                            allowed=", ".join(names) or "no parameters", nearest=nearest_word(name, names))
 
 
 def _scalar(name: str, kind: str, value: object) -> int | float | bool:

@@ -30,7 +30,6 @@ class Expected:
     plain: Tensor | None = None  # torch's own answer in the output's dtype: the yardstick of a kernel's error
     # The error allowed besides: without a yardstick, FIXED_RELATIVE of the value, in fp32; with one, what that allows.
     absolute: float = 0.0
-    factor: float = OUT_FACTOR   # of the yardstick's error
     sizes: Tensor | None = None  # of what each value is the sum, without signs: where sums cancel, the measure of rows
 
 
@@ -121,17 +120,17 @@ class _Judge:
         rounding = size * (torch.finfo(out.dtype).eps / 2)
         plain_error = (plain.double() - exact).abs().where(finite, zero).maximum(rounding)
         absolute = OUT_ABSOLUTE + expected.absolute
-        allowed = expected.factor * plain_error.max().item() + absolute
+        allowed = OUT_FACTOR * plain_error.max().item() + absolute
         if error.max().item() > allowed:
             self.fail(what, error, out, expected, f"error {error.max().item():.3e}",
-                      f"{allowed:.3e} = {expected.factor:g} * torch's plain attention + {absolute:g}")
+                      f"{allowed:.3e} = {OUT_FACTOR:g} * torch's plain attention + {absolute:g}")
         size = size if expected.sizes is None else expected.sizes
         row_size = size.amax(-1, keepdim=True).clamp_min(max(ROW_FLOOR * size.max().item(), OUT_ABSOLUTE))
-        row_error, row_allowed = error / row_size, expected.factor * (plain_error / row_size).max().item()
+        row_error, row_allowed = error / row_size, OUT_FACTOR * (plain_error / row_size).max().item()
         excess = (error - absolute) / row_size
         if excess.max().item() > row_allowed:
             self.fail(what, excess, out, expected, f"error relative to its row {row_error.max().item():.3e}",
-                      f"{row_allowed:.3e} = {expected.factor:g} * torch's plain attention")
+                      f"{row_allowed:.3e} = {OUT_FACTOR:g} * torch's plain attention")
         return error.max().item(), allowed
 
     def close_by_value(self, what: str, actual: Tensor, expected: Expected) -> float:

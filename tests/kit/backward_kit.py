@@ -64,3 +64,10 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> type[FakeKernel]:
     monkeypatch.setattr(call, "kernels_for", kernels_for)
     monkeypatch.setattr(call, "program_of", program_of)
     return FakeKernel
+
+
+def backward_by_reference(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+                          spec: object = None, deterministic: bool | None = None, max_seqlen_q: int | None = None,
+                          max_seqlen_kv: int | None = None, **keywords: Any) -> tuple[Tensor, ...]:
+    """flashgen.attention_backward's signature over the fp64 reference."""
+    return tuple(t.to(q.dtype) for t in gradients(dout, q, k, v, **keywords))

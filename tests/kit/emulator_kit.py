@@ -37,18 +37,22 @@ from flashgen.runtime.verify.subject import Subject
 from flashgen.runtime.verify.verify import verify_spec
 
 
-def distinct_plans(family: str) -> list[tuple[Spec, Plan]]:
-    """One shipped variant for each kernel of a family that differs in more than target, occupancy and compiler options.
-    """
+def distinct_plans(family: str, pass_: str = "fwd", step: str = "") -> list[tuple[Spec, Plan]]:
+    """One shipped variant for each kernel of a family's pass that differs in more than target, occupancy and compiler
+    options. `step`: of a call's kernels, this one alone."""
     found: dict[object, tuple[Spec, Plan]] = {}
     for path in shipped_spec_paths():
         for spec in load_specs(path).specs:
-            if spec.family != family:
-                continue
-            plan = lower(spec)
-            constants = tuple((c.name, c.value) for c in plan.constants if c.name != "MIN_BLOCKS_PER_SM")
-            found.setdefault((plan.template, plan.element, constants, plan.slots, plan.flags, plan.smem), (spec, plan))
+            if (spec.family, spec.pass_) == (family, pass_) and step in ("", spec.kernel):
+                plan = lower(spec)
+                found.setdefault(text_of(plan), (spec, plan))
     return list(found.values())
+
+
+def text_of(plan: Plan) -> object:
+    """What two plans whose kernels are the same text have in common."""
+    constants = tuple((c.name, c.value) for c in plan.constants if c.name != "MIN_BLOCKS_PER_SM")
+    return plan.template, plan.element, constants, plan.slots, plan.flags, plan.smem
 
 
 def shipped(variant: str, arch: str = "sm_90") -> Spec:

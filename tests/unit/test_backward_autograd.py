@@ -20,18 +20,18 @@ from flashgen.runtime.ops.attention import call as attention_call
 from flashgen.runtime.ops.attention_backward.problem import BackwardInputs, BackwardProblem, by_name
 from flashgen.runtime.verify.compare import check
 
-PLAIN = BackwardProblem(2, 20, 30, 4, 2, 32, 16)
+PLAIN = BackwardProblem(2, 20, 30, 4, 2)
 PROBLEMS = (
-    PLAIN, BackwardProblem(2, 20, 30, 4, 2, 32, 16, True, lse_gradient=True),
-    BackwardProblem(1, 33, 9, 2, 1, 16, 16, "top_left", softmax_scale=0.5),
-    BackwardProblem(1, 33, 9, 2, 1, 16, 16, True, lse_gradient=True),  # rows without keys
-    BackwardProblem(1, 20, 30, 1, 1, 16, 32, False, (3, 2), "fp16"),
-    BackwardProblem(3, (5, 0, 9), (3, 4, 2), 2, 1, 16, 16, True, tail=2, lse_gradient=True),
-    BackwardProblem(0, 5, 5), BackwardProblem(2, 0, 5), BackwardProblem(2, 5, 0, lse_gradient=True))
+    PLAIN, BackwardProblem(2, 20, 30, 4, 2, causal=True, lse_gradient=True),
+    BackwardProblem(1, 33, 9, 2, 1, causal="top_left", softmax_scale=0.5),
+    BackwardProblem(1, 33, 9, 2, 1, causal=True, lse_gradient=True),  # rows without keys
+    BackwardProblem(1, 20, 30, 1, 1, window=(3, 2)),
+    BackwardProblem(3, (5, 0, 9), (3, 4, 2), 2, 1, causal=True, tail=2, lse_gradient=True),
+    BackwardProblem(0, 5, 5), BackwardProblem(2, 0, 5), BackwardProblem(2, 5, 0, lse_gradient=True),  # B018
+    BackwardProblem(0, (), (), tail=3), BackwardProblem(2, (0, 0), (3, 4)), BackwardProblem(2, (3, 1), (0, 0), tail=1))
 
 
-SPEC = {"name": "x", "family": "fa2", "pass_": "fwd", "arch": "sm_90", "dtype": "bf16", "head_dim_qk": 32,
-        "head_dim_v": 16}
+SPEC = {"name": "x", "family": "fa2", "pass_": "fwd", "arch": "sm_90", "dtype": "bf16", "head_dim_qk": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def backward(x: BackwardInputs, inputs: tuple[Tensor, ...], **more: Any) -> tupl
     return torch.autograd.grad(outputs, inputs, (x.dout, x.dlse)[:len(outputs)])
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_gradients(problem: BackwardProblem) -> None:
     x = problem.make_inputs()
     found = by_name(backward(x, leaves(x)))
@@ -156,7 +156,7 @@ def test_ops_are_followed_as_calls_are() -> None:
     plain = backward(x, leaves(x))
     for op in (torch.ops.flashgen.attention, torch.ops.flashgen.attention_lse):
         inputs = leaves(x)
-        found = op(*inputs, None, None, 0, -1, -1, 32 ** -0.5, "")
+        found = op(*inputs, None, None, 0, -1, -1, 0.125, "")
         out = found if isinstance(found, Tensor) else found[0]
         assert all(map(torch.equal, torch.autograd.grad(out, inputs, x.dout), plain))
 
@@ -195,7 +195,7 @@ def test_python_functions_that_a_call_takes(monkeypatch: pytest.MonkeyPatch) -> 
     inputs, found = leaves(x), (x.out, x.lse)
     monkeypatch.setattr(front, "call", lambda *_: found)
     assert python_calls(lambda: flashgen.attention(x.q, x.k, x.v)) == 4  # both lambdas among them
-    assert python_calls(lambda: flashgen.attention(*inputs)) <= 20
+    assert python_calls(lambda: flashgen.attention(*inputs)) <= 14
 
 
 # ---- refusals
@@ -239,6 +239,9 @@ def test_deterministic_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
         out = torch.ops.flashgen.attention(*leaves(x), None, None, 0, -1, -1, 0.5, "")  # as exported programs call it
         refused("deterministic", "fixed order", lambda: out.sum().backward())
         assert all(map(torch.equal, backward(x, leaves(x), deterministic=False), plain))
+        with forward_ad.dual_level():  # so that the call goes by the dispatcher, whose op has no place for it
+            refused("deterministic", "differs from torch's switch", lambda: flashgen.attention(
+                *leaves(x), deterministic=False))
         assert flashgen.attention(x.q, x.k, x.v).shape == x.out.shape
         torch.use_deterministic_algorithms(True, warn_only=True)
         assert all(map(torch.equal, backward(x, leaves(x)), plain))
@@ -278,7 +281,7 @@ def test_wrong_tensors() -> None:
     dout, q, k, v, out, lse = x.tensors
     call = flashgen.attention_backward
     refused("dout", "dout is torch.float32", lambda: call(dout.float(), q, k, v, out, lse))
-    refused("out", "out is torch.bfloat16", lambda: call(dout, q, k, v, q, lse))
+    refused("out", "out is torch.bfloat16", lambda: call(dout, q, k, v, out[..., :32], lse))
     refused("lse", "lse is torch.float64", lambda: call(dout, q, k, v, out, lse.double()))
     refused("dlse", r"\(2, 20, 4\)", lambda: call(dout, q, k, v, out, lse, dlse=lse.mT.contiguous()))
     refused("lse", "lse is None", lambda: call(dout, q, k, v, out, None))

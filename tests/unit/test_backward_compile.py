@@ -1,6 +1,9 @@
 """Gradients of attention under torch.compile and as torch ops, with backward kernels played by the reference."""
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +13,7 @@ from backward_kit import FakeKernel, fake_kernels
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flashgen
 from flashgen.errors import UnsupportedError
@@ -22,7 +25,7 @@ TENSORS = ("Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, T
            "Tensor? cu_seqlens_kv")
 TAIL = "str spec, bool deterministic, SymInt[] ints=[], float[] floats=[], Tensor[]? tensors=None"
 RESULTS = "(Tensor, Tensor, Tensor)"
-VARLEN = BackwardProblem(3, (5, 0, 9), (3, 4, 2), 2, 1, 16, 16, True, tail=2, lse_gradient=True)
+VARLEN = BackwardProblem(3, (5, 0, 9), (3, 4, 2), 2, 1, causal=True, tail=2, lse_gradient=True)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +35,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeKernel]:
 
 def leaves(seqlen: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     made = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(1, n, heads, 16, generator=made).bfloat16().requires_grad_()
+    q, k, v = (torch.randn(1, n, heads, 64, generator=made).bfloat16().requires_grad_()
                for n, heads in ((seqlen, 2), (seqlen + 3, 1), (seqlen + 3, 1)))
     return q, k, v
 
@@ -79,26 +82,70 @@ def test_varlen_and_checkpoint() -> None:
         lambda *t: flashgen.attention(*t) * 2.0, q, k, v, use_reentrant=False), [(leaves(9),)]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in _RefusedBackward")
+def test_the_explicit_form() -> None:
+    x = VARLEN.make_inputs()
+    torch._dynamo.reset()
+    keywords = x.keywords
+    compiled = torch.compile(lambda *t: flashgen.attention_backward(*t, **keywords), backend="aot_eager",
+                             fullgraph=True)
+    right = flashgen.attention_backward(*x.tensors, **keywords)
+    assert all(map(torch.equal, compiled(*x.tensors), right))
+    leaves = tuple(t.clone().requires_grad_() for t in x.tensors)
+    with torch.no_grad():
+        assert all(map(torch.equal, compiled(*leaves), right))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a gradient of attention's gradients"):
+        compiled(*leaves)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 384).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 64)).unbind(-3)
+        return flashgen.attention(q, k, v, causal=True)
+
+
 def test_a_module_with_parameters() -> None:
+    """Eager, compiled, exported, with a choice of what a checkpoint keeps, and with kept tensors on the host."""
     torch.manual_seed(0)
-
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = torch.nn.Linear(32, 96).bfloat16()
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(-3)
-            return flashgen.attention(q, k, v, causal=True)
-
     torch._dynamo.reset()
     layer, x = Layer(), torch.randn(2, 7, 32).bfloat16()
-    results = []
-    for call in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
-        layer.zero_grad()
-        call(x).float().square().sum().backward()
-        results.append(layer.qkv.weight.grad.clone())
-    assert torch.equal(*results)
+    exported = torch.export.export(layer, (x,), dynamic_shapes={"x": {1: torch.export.Dim("s", min=2, max=100)}})
+    keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.flashgen.attention_lse.default])
+
+    def offloaded(x: Tensor) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return layer(x)
+
+    calls = {"compiled": torch.compile(layer, backend="aot_eager", fullgraph=True), "offloaded": offloaded,
+             "checkpointed": lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=keep)}
+    right = weight_gradient(layer, layer, x)
+    for name, call in calls.items():
+        assert torch.equal(weight_gradient(layer, call, x), right), name
+    module = exported.module()
+    assert torch.equal(weight_gradient(module, module, x), right)
+
+
+def weight_gradient(module: torch.nn.Module, call: Callable[..., Tensor], x: Tensor) -> Tensor:
+    module.zero_grad()
+    call(x).float().square().sum().backward()
+    found: Tensor = module.qkv.weight.grad.clone()
+    return found
+
+
+def test_nothing_holds_a_call_that_is_gone() -> None:
+    inputs = leaves(8)
+    gc.disable()
+    try:
+        out = flashgen.attention(*inputs)
+        node = weakref.ref(out.grad_fn)
+        del out
+        assert node() is None
+    finally:
+        gc.enable()
 
 
 def test_refusals_of_graphs() -> None:
@@ -146,7 +193,7 @@ def test_fakes() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_opcheck(dynamic: bool) -> None:
-    x = BackwardProblem(1, 9, 12, 2, 1, 16, 16, lse_gradient=True).make_inputs()
+    x = BackwardProblem(1, 9, 12, 2, 1, lse_gradient=True).make_inputs()
     ops = torch_ops.DYNAMIC if dynamic else torch_ops.OPS
     scale = torch_ops.as_numbers(0.3) if dynamic else 0.3
     plain = tuple(t.detach() for t in x.tensors)

@@ -20,7 +20,7 @@ from flashgen.codegen.explain.candidates import (
 from flashgen.codegen.explain.counts import Shape
 from flashgen.codegen.families.registry import lower
 from flashgen.codegen.plan import verify
-from flashgen.codegen.spec.spec import Spec, Tile, load_specs, shipped_spec_paths
+from flashgen.codegen.spec.spec import Spec, Tile, load_specs, shipped_spec_paths, spec_path
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import FlashgenError, PlanError, UnsupportedError
 
@@ -30,7 +30,8 @@ pytestmark = pytest.mark.slow
 def shipped(family: str) -> list[Spec]:
     """One spec of every (target, head dims, mask, split): what the tile table tells apart."""
     specs = [spec for path in shipped_spec_paths() for spec in load_specs(path).specs if spec.family == family]
-    return [spec for spec in specs if spec.dtype == "bf16" and spec.kv_layout == "dense" and not spec.pack_gqa]
+    return [spec for spec in specs if spec.dtype == "bf16" and spec.kv_layout == "dense" and not spec.pack_gqa
+            and spec.pass_ == "fwd"]
 
 
 def some(family: str) -> list[Spec]:
@@ -112,6 +113,15 @@ def test_a_present_tile_that_does_not_fit_is_told() -> None:
         found = candidates(spec_of("fa3_fwd_bf16_d256"), SMALL)
     assert found.present is None and "registers" in found.present_error and found.kept
     assert found.considered == len(found.kept) + sum(dropped.count for dropped in found.dropped)
+
+
+@pytest.mark.parametrize("name", ["fa2_bwd", "fa3_bwd"])
+def test_a_pass_whose_table_decides_is_refused(name: str) -> None:
+    """At once: no grid is tried whose every tile the spec's rules refuse."""
+    for spec in one_in(100, load_specs(spec_path(name)).specs):
+        with pytest.raises(PlanError, match="pass bwd takes no tile") as caught:
+            candidates(spec, SMALL)
+        assert caught.value.allowed == "pass fwd"
 
 
 def test_nothing_fits() -> None:

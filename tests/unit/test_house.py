@@ -170,6 +170,8 @@ NAMED = {
     "runtime/ops/attention/overhead.py": (4, "names of rows on record"),
     "runtime/ops/attention/timed.py": (18, "names of peers"),
     "runtime/ops/attention/variants.py": (5, "the grid's specs, and its name"),
+    "runtime/ops/attention_backward/bench.py": (1, "the name of a peer"),
+    "runtime/ops/attention_backward/timed.py": (1, "the name of a peer"),
     "runtime/ops/mla_decode/bench.py": (2, "names of peers"),
     "runtime/ops/mla_decode/op.py": (1, "the blocks of its only family's launch"),
     "runtime/ops/mla_decode/overhead.py": (4, "names of rows on record"),

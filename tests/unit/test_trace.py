@@ -182,3 +182,13 @@ def test_lines_of_a_kernel_with_roles_are_those_of_the_roles_bodies() -> None:
     assert {"load_keys", "load_values"} <= rows["load, warp 0"] and "wait" in rows["load, warp 1"]
     assert {"subtract_new_max", "exp_and_check", "wgmma_wait"} <= rows["mma, warp 4"]
     assert "QueryTile" in {made.label(span) for span in made.spans if span.row == made.warps}
+
+
+def test_of_a_call_of_several_kernels_the_one_of_the_spec_is_shown() -> None:
+    """Beside lines of its own text: the backward's first kernel multiplies nothing."""
+    sizes = {"seqlen_q": 64, "seqlen_kv": 64}
+    made = timeline(shipped("fa2_bwd_bf16_d64_gradients"), sizes)
+    products = [span for span in made.spans if "gemm_" in made.text(span)]
+    assert products and all(span.events[TENSOR] for span in products)
+    with pytest.raises(UnsupportedError, match="nothing that is timed"):
+        timeline(shipped("fa2_bwd_bf16_d64_postprocess"), sizes)

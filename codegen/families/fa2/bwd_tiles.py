@@ -36,7 +36,9 @@ _ROWS: tuple[BwdTileRow, ...] = (
     _hopper(128, 128, m=64, n=128, warps=8, key_warps=4, stages=2),
     _hopper(192, 128, m=64, n=96, warps=8, key_warps=2, stages=2),
     _hopper(192, 192, m=64, n=64, warps=8, key_warps=2, stages=2),
-    _hopper(256, 256, m=64, n=64, warps=8, key_warps=2, stages=2, dq_passes=2),
+    _hopper(224, 224, m=64, n=64, warps=8, key_warps=2, stages=2, dq_passes=2, register_usage_level=10),
+    _hopper(248, 248, m=64, n=32, warps=8, key_warps=2, stages=2),  # with 64 keys windows spill
+    _hopper(256, 256, m=64, n=64, warps=8, key_warps=2, stages=2, dq_passes=2, register_usage_level=10),
     _b200(32, 32, m=128, n=128, warps=8, key_warps=4, stages=2),
     _b200(96, 96, m=64, n=128, warps=8, key_warps=4, stages=2),
     _b200(192, 128, m=64, n=96, warps=8, key_warps=2, stages=2),

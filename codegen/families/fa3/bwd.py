@@ -34,7 +34,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
     if max(spec.head_dim_qk, spec.head_dim_v) > NARROW_HEAD_DIM:
         return bwd_wide.lower_gradients(spec, target)
     mask = mask_choice(spec.causal, spec.window)
-    tile = TILES.find(target.name, mask, spec.head_dim_qk, spec.head_dim_v)
+    tile = TILES.find(target.name, mask, spec.head_dim_qk, spec.head_dim_v, spec.dtype)
     if not target.features >= {"tma", "wgmma"} or tile is None:
         raise PlanError(f"no fa3 backward tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256) on sm_90a")
@@ -58,6 +58,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
                       "x = n_tiles * num_heads_kv" + ("" if varlen else " * batch"), programmatic=True),
         tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
+        allowed_spill_bytes=tile.spill_bytes,
     )
 
 

@@ -24,12 +24,6 @@ class DecodeShape:
     seqlen_kv: int = 8192
     num_heads_q: int = 128
 
-    @classmethod
-    def of(cls, **problem: Any) -> DecodeShape:
-        """UnsupportedError for what makes no call."""
-        check_sizes(cls, problem)
-        return cls(**problem)
-
 
 @dataclass(frozen=True)
 class DecodeWork:
@@ -75,8 +69,9 @@ class DecodeExplanation(OwnExplanation):
 def explain_decode(plan: Plan, spec: object, *, registers: int | None = None, variants: int = 1, **problem: Any
                    ) -> DecodeExplanation:
     """Of a plan of pass decode. UnsupportedError for sizes that make no call."""
-    shape, target = DecodeShape.of(**problem), TARGETS[plan.target]
-    return DecodeExplanation(plan, shape, registers, variants, _count(plan, shape, target))
+    check_sizes(DecodeShape, problem)
+    shape = DecodeShape(**problem)
+    return DecodeExplanation(plan, shape, registers, variants, _count(plan, shape, TARGETS[plan.target]))
 
 
 def _count(plan: Plan, shape: DecodeShape, target: Target) -> DecodeWork:

@@ -16,6 +16,7 @@ from flashgen.codegen.target import TARGETS
 
 FP32_BYTES = 4
 L2_SUMS_GBPS = 3800  # fp32 sums that L2 takes on an H200, measured (docs/lab/backward.md)
+SUMS = "sums in L2"
 PRODUCTS = 5         # S and dP over head dims of qk and v, dV, dK and dQ
 
 
@@ -39,21 +40,18 @@ class BackwardExplanation(OwnExplanation):
     def draw_work(self) -> Iterator[str]:
         device = self.target.device
         yield "work of a call"
-        yield row("tiles", f"{self.steps}", f"pairs of a key tile and a query tile; {si(self.pairs, 'visible pairs')}")
-        yield row("FLOPs", si(self.flops, ""),
-                  f"{PRODUCTS} products of visible pairs; issued {si(self.flops_issued, '')}")
-        for name, size in self.moved.items():
-            yield row(name, si(size, "B"), f"each tensor once, {size / device.memory_gbps / 1e6:.3f} ms")
-        yield row("sums of dQ", si(self.sums_bytes, "B"), "fp32, which L2 adds up")
-        yield row("scratch memory", si(sum(self.scratch.values()), "B"),
-                  ", ".join(f"{name} {si(size, 'B')}" for name, size in self.scratch.items()))
-        yield f"roofline of the gradients kernel on {device.name}"
-        for unit, ms in self.units.items():
-            yield row(unit, f"{ms:.3f} ms", bar(0, ms, max(self.units.values())))
+        yield row("FLOPs", si(self.flops, ""), f"{PRODUCTS} products of {si(self.pairs, 'visible pairs')}; issued "
+                  f"{si(self.flops_issued, '')}, in {self.steps} pairs of tiles")
+        for about, sizes in (("bytes moved", self.moved), ("scratch memory", self.scratch)):
+            yield row(about, si(sum(sizes.values()), "B"),
+                      ", ".join(f"{name} {si(size, 'B')}" for name, size in sizes.items()))
         unit, ms = max(self.units.items(), key=lambda item: item[1])
         around = sum(size for name, size in self.moved.items() if name != "gradients") / device.memory_gbps / 1e6
-        yield (f"  bound: {unit}, {ms:.3f} ms; with the kernels around it {ms + around:.3f} ms = "
-               f"{self.flops / (ms + around) / 1e9:.0f} TFLOP/s")
+        yield (f"roofline of the gradients kernel on {device.name}: bound by {unit}; with those around it "
+               f"{ms + around:.3f} ms = {self.flops / (ms + around) / 1e9:.0f} TFLOP/s")
+        notes = {SUMS: f"  {si(self.sums_bytes, 'B')} of fp32 sums of dQ"}
+        for unit, each in self.units.items():
+            yield row(unit, f"{each:.3f} ms", bar(0, each, ms) + notes.get(unit, ""))
 
 
 def explain_backward(plan: Plan, program_of: Callable[[Sizes], Program], *, registers: int | None = None,
@@ -82,7 +80,7 @@ def explain_backward(plan: Plan, program_of: Callable[[Sizes], Program], *, regi
     clocks_per_ms = device.bf16_tflops * 1e9 / TENSOR_FLOPS_PER_CLOCK
     units = {"tensor cores": 2 * scores * dims / device.bf16_tflops / 1e9,
              "exponential unit": scores / EXP2_PER_CLOCK / clocks_per_ms,
-             "sums in L2": sums / L2_SUMS_GBPS / 1e6, "device memory": moved["gradients"] / device.memory_gbps / 1e6}
+             SUMS: sums / L2_SUMS_GBPS / 1e6, "device memory": moved["gradients"] / device.memory_gbps / 1e6}
     scratch = {buffer.name: buffer.size * FP32_BYTES for buffer in program_of(_sizes(plan, shape)).buffers}
     return BackwardExplanation(plan, shape, registers, variants, moved, sums, scratch, steps, pairs, 2 * pairs * dims,
                                2 * scores * dims, units)

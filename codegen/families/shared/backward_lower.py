@@ -25,7 +25,7 @@ _LSE = "natural log, contiguous"
 _WORKSPACE = (
     ("neg_lse", "[num_heads_q, q_tiles * BLOCK_M], -lse in powers of two; -inf where no key is seen"),
     ("neg_delta", "likewise, -rowsum(dout * out), plus dlse"),
-    ("dq_accum", "[num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], in fragment order (docs/backward.md)"),
+    ("dq_accum", "[num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)"),
 )
 
 

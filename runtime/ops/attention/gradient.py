@@ -50,13 +50,19 @@ def with_gradient(op: front.Operation, tensors: Tensors, options: Options, out: 
                   deterministic: Any) -> Tensor | tuple[Tensor, Tensor]:
     """A call that autograd follows: its out, or (out, lse). UnsupportedError for what has no gradient."""
     same_bits = read_deterministic(deterministic)
-    _check(options, same_bits)
+    if same_bits or options[_SPEC]:
+        _check(options, same_bits)
     if out is not None:
         raise UnsupportedError("a gradient is asked for, and autograd follows no result that is written into `out`",
                                where="out", allowed="None where q, k or v requires a gradient",
                                next="leave out=None, or call it under torch.no_grad()")
-    want_lse = flag("return_lse", want_lse)
-    if front.listened():  # the op that the dispatcher finds is followed in the same way
+    if type(want_lse) is not bool:
+        want_lse = flag("return_lse", want_lse)
+    if front.listened():  # the op that the dispatcher finds is followed in the same way; torch's switch is all it knows
+        if same_bits != read_deterministic(None):
+            raise UnsupportedError(f"deterministic={same_bits} differs from torch's switch, and the call is traced",
+                                   where="deterministic", allowed="what the switch says, in graphs and under modes",
+                                   next=f"torch.use_deterministic_algorithms({same_bits})")
         found, lse = front.dispatch(op, tensors, options, (), None, True)
     else:
         found, lse = _follow(lambda: front.call(op, tensors, options, (), None, True), options, same_bits, *tensors)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from flashgen.runtime.ops.attention.flex import VariantJob
 
 NO_MASK = "no built-in mask gives this answer"
-FLEX = ("causal", "sliding_window", "softcap", "alibi", "document", "prefix_lm")  # flex.py has these
 _KEYS = ("name", "spec", "score", "mask", "params", "causal", "values", "flex", "built_in")
 _PLAIN = {"family": "fa3", "arch": "sm_90a", "name": "bench"}
 
@@ -35,7 +34,7 @@ class VariantCase:
     problem: Problem
     spec: Spec | None = None      # None: a built-in mask, the case's
     values: Mapping[str, Any] = field(default_factory=dict)
-    flex: str = ""                # of FLEX
+    flex: str = ""                # of flex.MODS
     built_in: Mapping[str, Any] | None = None  # arguments of the call without a spec that answers the same
     grid: str = ""                # that lists it; processes that compile ahead read it again
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
     from flashgen.runtime.select.variant import Variant
 
-FIRST_KERNEL = (("kernel", "preprocess"),)
+FIRST_KERNEL, SAME_BITS = ("kernel", "preprocess"), ("deterministic", True)  # traits
 _SCALE = 3  # its place among the options
 
 
@@ -148,7 +148,8 @@ class AttentionBackward(front.Operation):
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION_BACKWARD.name)
         if sizes.batch == 0 or 0 in (*out.shape, *q.shape, *k.shape):
             return Ready()
-        wanted = replace(wanted, spec=_handle(text), tensor_maps=mappable(dout, q, k, v), traits=FIRST_KERNEL)
+        traits = (FIRST_KERNEL, SAME_BITS) if deterministic else (FIRST_KERNEL,)
+        wanted = replace(wanted, spec=_handle(text), tensor_maps=mappable(dout, q, k, v), traits=traits)
         made = {f"d{name}": t.new_empty(t.shape, device="meta") for name, t in (("q", q), ("k", k), ("v", v))}
         sizes = sizes._replace(strides=named_strides(dout=dout, q=q, k=k, v=v, out=out, **made))
         kernels = {kernel.plan.step: kernel for kernel in kernels_for(wanted, q.device, sizes)}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from flashgen.runtime.verify.compare import Truth
 
-DOUT_SEED = 1 << 32  # added to the problem's: q, k and v are drawn from that one
+DOUT_SEED = 10**9  # added to the problem's, which draws q, k and v. The CPU's generator keeps 32 bits of a seed
 
 
 @dataclass(frozen=True)

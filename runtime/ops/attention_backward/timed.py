@@ -91,7 +91,7 @@ def _cudnn(case: BackwardProblem) -> Callable[[BackwardInputs], Callable[[], obj
     return prepare
 
 
-def _fa2(case: BackwardProblem) -> Callable[[BackwardInputs], Callable[[], object]]:
+def _flash(case: BackwardProblem) -> Callable[[BackwardInputs], Callable[[], object]]:
     _square_only(case)
     if case.num_heads_q != case.num_heads_kv:
         raise Refused("below autograd it has a key head for each query head")
@@ -110,7 +110,7 @@ def _fa2(case: BackwardProblem) -> Callable[[BackwardInputs], Callable[[], objec
 def _torch_varlen(case: BackwardProblem) -> Callable[[BackwardInputs], Callable[[], object]]:
     """torch's FlashAttention-2 below the way that takes packed sequences and windows."""
     if not case.varlen and case.window == (-1, -1):
-        raise Refused("without packed sequences or a window it is what sdpa-fa2 is")
+        raise Refused("without packed sequences or a window SDPA calls the same")
     if case.num_heads_q != case.num_heads_kv:
         raise Refused("below autograd it has a key head for each query head")
     left, right = case.visible
@@ -149,7 +149,7 @@ def _present() -> str | None:
 # (why it is absent, or None; preparation for a case)
 PEERS: dict[str, tuple[Callable[[], str | None], Prepare]] = {
     "sdpa-cudnn": (_present, _cudnn),
-    "sdpa-fa2": (_present, _fa2),
+    "sdpa-fa2": (_present, _flash),
     "torch-varlen": (_present, _torch_varlen),
     "fa4": (lambda: None if importlib.util.find_spec("flash_attn") else "flash_attn.cute is not installed; pip install "
             "flash-attn-4", _fa4),
