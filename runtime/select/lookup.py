@@ -30,7 +30,7 @@ from flashgen.runtime.launch.driver import device_facts
 from flashgen.runtime.launch.kernel import Kernel
 from flashgen.runtime.select.bundle import Bundle
 from flashgen.runtime.select.handles import Form, forget_paths, form, opened, title
-from flashgen.runtime.select.selector import Selector, Wanted, selector, serving
+from flashgen.runtime.select.selector import DROPOUT, Selector, Wanted, score_of, selector, serving
 from flashgen.runtime.select.variant import Variant
 
 if TYPE_CHECKING:
@@ -232,7 +232,8 @@ def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[Family, ...]) ->
     """The spec fields that a call fixes, for each family and target that could serve it."""
     return [{"family": family.name, "pass_": family.by_op[wanted.op].name, "arch": arch,
              "dtype": wanted.dtype, "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v,
-             "causal": wanted.causal, "window": wanted.window, "kv_layout": wanted.kv_layout}
+             "causal": wanted.causal, "window": wanted.window, "kv_layout": wanted.kv_layout,
+             **({"dropout": True} if wanted.dropout else {})}
             for arch in archs for family in families]
 
 
@@ -245,7 +246,8 @@ def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> S
     """The variant of a named spec that serves the call best, of the fastest family and for the closest target."""
     by_selector: dict[Selector, list[Spec]] = {}
     for spec in variants:
-        by_selector.setdefault(selector(spec.fields(), spec.arch)._replace(score="none"), []).append(spec)
+        plain = selector(spec.fields(), spec.arch)._replace(score=score_of(bool(getattr(spec, DROPOUT, False))))
+        by_selector.setdefault(plain, []).append(spec)
     found = [spec for family in fastest_first(wanted.op) for arch in archs
              for choice in serving(wanted, arch, family) for spec in by_selector.get(choice, ())]
     for spec in found:
@@ -296,6 +298,11 @@ def _variant(family: Family, wanted: Wanted, archs: list[str]) -> Spec | str:
     for choice in choices:
         if choice in shipped:
             return shipped[choice]
+    if wanted.dropout:
+        plain = _variant(family, replace(wanted, dropout=False), archs)
+        if isinstance(plain, str):
+            return plain
+        return plain.with_(dropout=True) if hasattr(family.options, DROPOUT) else "it has no dropout"
     dims: dict[str, Any] = {"head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v}
     models = {choice._replace(**dims): spec for choice, spec in shipped.items()
               if spec.name == f"{family.name}_{choice.pass_}" and spec.arch in archs}
@@ -326,8 +333,8 @@ def _asked(wanted: Wanted) -> str:
     mask = "window" if wanted.window else "causal" if wanted.causal else "full"
     dims = f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v})"
     if wanted.op != "attention":
-        return f"{wanted.op}, {dims}, {wanted.kv_layout}"
-    return f"{dims}, {mask} mask, {wanted.kv_layout}" + (", lse" if wanted.lse else "")
+        return f"{wanted.op}, {dims}, {wanted.kv_layout}" + ", dropout" * wanted.dropout
+    return f"{dims}, {mask} mask, {wanted.kv_layout}" + ", lse" * wanted.lse + ", dropout" * wanted.dropout
 
 
 def _compiled(spec: Spec, device_index: int) -> Kernel:

@@ -20,6 +20,7 @@ from flashgen.runtime.ops.attention.checks import (
     read_deterministic,
     side,
 )
+from flashgen.runtime.ops.attention.dropout import taken_off, with_dropout
 from flashgen.runtime.ops.attention.gradient import with_gradient
 from flashgen.runtime.ops.attention.signature import ATTENTION
 from flashgen.runtime.ops.attention.sizes import check_values, mappable, named_strides, read_call
@@ -42,7 +43,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
               cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
               max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, out: Tensor | None = None,
               spec: str | Path | Spec | Variant | None = None, params: Mapping[str, Any] | None = None,
-              deterministic: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
+              deterministic: bool | None = None, dropout_p: float = 0.0, dropout_seed: Tensor | None = None
+              ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: softmax(softmax_scale * q k^T + mask) v, without the score matrix in device memory.
 
     Args:
@@ -65,6 +67,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
         params: values for the parameters that the spec declares, by name: numbers, and tensors on the device. Other
             values never build another kernel.
         deterministic: whether gradients have the same bits each time; None: as torch's switch says. Results always do.
+        dropout_p: of the attention weights, each is dropped with this probability, and the others are divided by
+            1 - dropout_p. lse is that of all. It counts in steps of 2^-16.
+        dropout_seed: [2] int64 on the device, which decides what is dropped: flashgen.dropout_mask shows it. By default
+            each call draws one from torch's generator of the device.
 
     A row that sees no key gets out 0 and lse -inf; so do rows after the last sequence. q, k or v whose last dimension
     is not contiguous or whose rows are not 16-byte aligned are copied first. Any stride is fine otherwise.
@@ -89,10 +95,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
         from flashgen.runtime.ops.attention.parameters import bound_to  # bundles serve without specs
 
         text, ints, floats, extra = bound_to(spec, params)
+    if type(dropout_p) is not float or dropout_p:
+        text, ints, floats, extra = with_dropout((text, ints, floats, extra), dropout_p, dropout_seed, q.device)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_kv
     options = code, window[0], window[1], softmax_scale, text, ints, floats
     if followed:
-        return with_gradient(OPERATION, tensors, options, out, return_lse, deterministic)
+        return with_gradient(OPERATION, tensors, options, extra, out, return_lse, deterministic)
     if deterministic is not None:
         read_deterministic(deterministic)
     out, lse = front.call(OPERATION, tensors, options, extra, out, return_lse)
@@ -126,7 +134,8 @@ class Attention(front.Operation):
         varlen = cu_q is not None
         check_values(*call.tensors, window=(left, right), scale=scale)
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION.name)
-        handle, scalars, names, has_sink = _parameters(text, (ints, floats, call.extra), sizes, varlen, q.device)
+        (text, *bound), dropout_p = taken_off((text, ints, floats, call.extra), q.device)
+        handle, scalars, names, has_sink = _parameters(text, tuple(bound), sizes, varlen, q.device)
         out_shape = ATTENTION.shapes(call.tensors, call.options)[0]
         if call.out is not None:
             check_out(call.out, out_shape, q)
@@ -134,10 +143,13 @@ class Attention(front.Operation):
             return Ready(copies=copies)
         # Of an empty call with a sink, which is the last of the parameters' tensors, lse holds the sink.
         nothing = Ready(lse=-1 if has_sink else None)
-        wanted = replace(wanted, lse=call.want_lse, spec=handle, tensor_maps=mappable(q, k, v, call.out))
+        wanted = replace(wanted, lse=call.want_lse, spec=handle, tensor_maps=mappable(q, k, v, call.out),
+                         dropout=dropout_p > 0)
         if 0 in out_shape or (sizes.batch == 0 and (scalars or names)):
             return nothing
-        sizes = sizes._replace(strides=named_strides(
+        if dropout_p:
+            names = ("dropout_seed", *names)
+        sizes = sizes._replace(dropout_p=dropout_p, strides=named_strides(
             q=q, k=k, v=v, out=q.new_empty(out_shape, device="meta") if call.out is None else call.out))
         kernels = {kernel.plan.step: kernel for kernel in kernels_for(wanted, q.device, sizes)}
         first, *others = kernels.values()

@@ -24,12 +24,45 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _SEEDS = 2**62  # torch.randint counts in 63 bits
 
 
+MARK = "\ndropout"  # ends the text that names a call's spec; its probability is then the first of the floats, and its seed
+#                    the first of the extra tensors, so that ops and exported programs need no arguments of their own
+
+Bound = tuple[str, tuple[int, ...], tuple[float, ...], tuple[Tensor, ...]]  # as parameters.bound_to gives it
+
+
+def with_dropout(bound: Bound, dropout_p: Any, seed: Tensor | None, device: torch.device) -> Bound:
+    """The text and the parameters of a call with dropout. Without a seed, one is drawn. Unchanged for a probability
+    of 0. UnsupportedError for what is none."""
+    text, ints, floats, extra = bound
+    p = probability(dropout_p)
+    if p == 0:
+        return bound
+    if seed is None:
+        seed = draw_seed(device)
+    else:
+        check_tensor("dropout_seed", seed)
+    return text + MARK, ints, (p, *floats), (seed, *extra)
+
+
+def taken_off(bound: Bound, device: torch.device) -> tuple[Bound, float]:
+    """What with_dropout was given: the text and the parameters of the spec, and the probability; 0 without dropout."""
+    text, ints, floats, extra = bound
+    if not text.endswith(MARK):
+        return bound, 0.0
+    check_seed(extra[0], device)
+    return (text.removesuffix(MARK), ints, floats[1:], extra[1:]), checked(floats[0])
+
+
 def probability(value: Any) -> Any:
     """dropout_p as a number; UnsupportedError for what is none, or outside of [0, 1)."""
-    found = number("dropout_p", value, ALLOWED)
-    if not is_dynamo_compiling() and not 0 <= found < 1:
-        raise UnsupportedError(f"dropout_p is {found}", where="dropout_p", allowed=ALLOWED)
-    return float(found)
+    found = float(number("dropout_p", value, ALLOWED))
+    return found if is_dynamo_compiling() else checked(found)  # a look at a traced number would make it a constant
+
+
+def checked(p: float) -> float:
+    if not 0 <= p < 1:
+        raise UnsupportedError(f"dropout_p is {p}", where="dropout_p", allowed=ALLOWED)
+    return p
 
 
 def draw_seed(device: torch.device) -> Tensor:

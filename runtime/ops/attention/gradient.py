@@ -11,6 +11,7 @@ from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import flag
 from flashgen.runtime.ops.attention.checks import check_deterministic, read_deterministic
+from flashgen.runtime.ops.attention.dropout import MARK
 from flashgen.runtime.ops.attention_backward.call import gradients, refused_later
 from flashgen.runtime.ops.signature import Options, Signature, Tensors
 from flashgen.runtime.ops.wrapped import refuse_wrapped
@@ -19,7 +20,8 @@ _SCALE, _SPEC = 3, 4  # places among the options
 
 
 class _Followed(torch.autograd.Function):
-    """(out, lse) of what `run` computes of the tensors, and the way back to q, k and v."""
+    """(out, lse) of what `run` computes of the tensors, and the way back to q, k and v. Behind the call's own tensors
+    come those of parameters."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], tuple[Tensor, Tensor]], options: Options, deterministic: bool,
@@ -33,21 +35,21 @@ class _Followed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, out, lse, numbers = ctx.saved_tensors
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, *extra, out, lse, numbers = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         causal, left, right, scale, spec, ints, floats = ctx.options
         dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
-                               (causal, left, right, scale, spec, ctx.deterministic, ints, floats), numbers)
-        return None, None, None, dq, dk, dv, None, None
+                               (causal, left, right, scale, spec, ctx.deterministic, ints, floats), tuple(extra), numbers)
+        return None, None, None, dq, dk, dv, None, None, *(None for _ in extra)
 
 
 # Function.apply less what it does for tensors of torch.func, which are refused: half of its time.
 _follow: Callable[..., Any] = super(torch.autograd.Function, _Followed).apply
 
 
-def with_gradient(op: front.Operation, tensors: Tensors, options: Options, out: Tensor | None, want_lse: Any,
-                  deterministic: Any) -> Tensor | tuple[Tensor, Tensor]:
+def with_gradient(op: front.Operation, tensors: Tensors, options: Options, extra: tuple[Tensor, ...],
+                  out: Tensor | None, want_lse: Any, deterministic: Any) -> Tensor | tuple[Tensor, Tensor]:
     """A call that autograd follows: its out, or (out, lse). UnsupportedError for what has no gradient."""
     same_bits = read_deterministic(deterministic)
     if same_bits or options[_SPEC]:
@@ -63,9 +65,10 @@ def with_gradient(op: front.Operation, tensors: Tensors, options: Options, out: 
             raise UnsupportedError(f"deterministic={same_bits} differs from torch's switch, and the call is traced",
                                    where="deterministic", allowed="what the switch says, in graphs and under modes",
                                    next=f"torch.use_deterministic_algorithms({same_bits})")
-        found, lse = front.dispatch(op, tensors, options, (), None, True)
+        found, lse = front.dispatch(op, tensors, options, extra, None, True)
     else:
-        found, lse = _follow(lambda: front.call(op, tensors, options, (), None, True), options, same_bits, *tensors)
+        found, lse = _follow(lambda: front.call(op, tensors, options, extra, None, True), options, same_bits,
+                             *tensors, *extra)
     return (found, lse) if want_lse else found
 
 
@@ -79,13 +82,13 @@ def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[],
         _check(options, deterministic)
     except UnsupportedError as error:
         return refused_later(error, run, (*tensors, *extra))
-    return _follow(run, options, deterministic, *tensors)
+    return _follow(run, options, deterministic, *tensors, *extra)
 
 
 def _check(options: Options, deterministic: bool) -> None:
     """UnsupportedError where the options have no gradient."""
     check_deterministic(deterministic)
-    if options[_SPEC]:
+    if text := options[_SPEC].removesuffix(MARK):
         from flashgen.runtime.ops.attention.parameters import check_unchanged  # bundles serve without specs
 
-        check_unchanged(options[_SPEC])
+        check_unchanged(text)

@@ -21,6 +21,7 @@ from flashgen.runtime.ops.attention.checks import (
     read_deterministic,
     side,
 )
+from flashgen.runtime.ops.attention.dropout import taken_off, with_dropout
 from flashgen.runtime.ops.attention.sizes import check_values, mappable, named_strides, read_call
 from flashgen.runtime.ops.attention_backward.signature import ATTENTION_BACKWARD
 from flashgen.runtime.ops.front import Arguments, Ready, kernels_for
@@ -44,7 +45,8 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
                        softmax_scale: float | None = None, cu_seqlens_q: Tensor | None = None,
                        cu_seqlens_kv: Tensor | None = None, max_seqlen_q: int | None = None,
                        max_seqlen_kv: int | None = None, deterministic: bool | None = None,
-                       spec: str | Path | Spec | Variant | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                       spec: str | Path | Spec | Variant | None = None, dropout_p: float = 0.0,
+                       dropout_seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous, of an attention call: the explicit form of what autograd does for flashgen.attention.
 
     Args:
@@ -56,6 +58,7 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
         deterministic: whether the same call gives the same bits each time. By default as
             torch.are_deterministic_algorithms_enabled() says.
         spec: a spec file of backward kernels, or the name of a shipped one. One of forward kernels alone says nothing.
+        dropout_p, dropout_seed: those of the forward call.
 
     Rows that see no key, keys that no query sees, and rows after the last sequence get zeros. The inputs that the
     kernels cannot read as they lie are copied first. Raises as flashgen.attention. The gradients have none themselves.
@@ -72,19 +75,25 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     require_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
     check_pair(cu_seqlens_q, cu_seqlens_kv)
     check_device("q", q)
+    if dropout_p and dropout_seed is None:
+        raise UnsupportedError("dropout_p without the seed of the forward call", where="dropout_seed",
+                               allowed="the dropout_seed that flashgen.attention was given")
+    text, ints, floats, extra = with_dropout((text, (), (), ()), dropout_p, dropout_seed, q.device)
     return gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
-                     (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), (), ()))
+                     (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), ints, floats),
+                     extra)
 
 
-def gradients(tensors: Tensors, options: Options, numbers: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(tensors: Tensors, options: Options, extra: tuple[Tensor, ...], numbers: Tensor | None = None
+              ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv). `numbers`: what stands in the place of the scale in a graph that keeps the numbers open."""
     if numbers is not None:
         options = (*options[:_SCALE], numbers, *options[_SCALE + 1:])
-        found: Any = DYNAMIC[ATTENTION_BACKWARD.name].plain(*tensors, *options)
+        found: Any = DYNAMIC[ATTENTION_BACKWARD.name].plain(*tensors, *options, extra)
     elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        found = front.dispatch(OPERATION, tensors, options, (), None, False)  # for autograd to know that it went by
+        found = front.dispatch(OPERATION, tensors, options, extra, None, False)  # for autograd to know that it went by
     else:
-        found = front.call(OPERATION, tensors, options)
+        found = front.call(OPERATION, tensors, options, extra)
     return found[0], found[1], found[2]
 
 
@@ -111,12 +120,12 @@ def refused_later(error: UnsupportedError, run: Callable[[], Any], tensors: Tens
 
 def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
     """The results of the torch op, which autograd follows no further; `run` is the op below autograd."""
-    tensors, _, _ = signature.split(arguments)
+    tensors, _, extra = signature.split(arguments)
     refuse_wrapped(**{arg.name: t for arg, t in zip(signature.tensors, tensors, strict=True)})
     return refused_later(UnsupportedError(
         "a gradient of attention's gradients is asked for, and flashgen has none", where="attention_backward",
         allowed="one backward", next="leave create_graph out, or use torch's own attention where it is needed"),
-        run, tensors)
+        run, (*tensors, *extra))
 
 
 class AttentionBackward(front.Operation):
@@ -139,23 +148,25 @@ class AttentionBackward(front.Operation):
 
     def prepare(self, call: Arguments) -> Ready:
         dout, q, k, v, out, _, _, cu_q, cu_kv = call.tensors
-        causal, left, right, scale, text, deterministic, _, _ = call.options
+        causal, left, right, scale, text, deterministic, ints, floats = call.options
         check_values(q, k, v, cu_q, cu_kv, window=(left, right), scale=scale)
         check_deterministic(deterministic)
         named = zip(self.signature.tensors, call.tensors, strict=True)
         if copies := tuple(place for place, (arg, t) in enumerate(named) if not _readable(arg.name, t)):
             return Ready(copies=copies)
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION_BACKWARD.name)
+        (text, *_), dropout_p = taken_off((text, ints, floats, call.extra), q.device)
         if sizes.batch == 0 or 0 in (*out.shape, *q.shape, *k.shape):
             return Ready()
         traits = (FIRST_KERNEL, SAME_BITS) if deterministic else (FIRST_KERNEL,)
-        wanted = replace(wanted, spec=_handle(text), tensor_maps=mappable(dout, q, k, v), traits=traits)
+        wanted = replace(wanted, spec=_handle(text), tensor_maps=mappable(dout, q, k, v), traits=traits,
+                         dropout=dropout_p > 0)
         made = {f"d{name}": t.new_empty(t.shape, device="meta") for name, t in (("q", q), ("k", k), ("v", v))}
-        sizes = sizes._replace(strides=named_strides(dout=dout, q=q, k=k, v=v, out=out, **made))
+        sizes = sizes._replace(dropout_p=dropout_p, strides=named_strides(dout=dout, q=q, k=k, v=v, out=out, **made))
         kernels = {kernel.plan.step: kernel for kernel in kernels_for(wanted, q.device, sizes)}
         first, *others = kernels.values()
         program = program_of(first.plan, sizes, first.num_sms, *(kernel.plan for kernel in others))
-        return Ready(program, kernels)
+        return Ready(program, kernels, ("dropout_seed",) if dropout_p else ())
 
 
 OPERATION = AttentionBackward()
