@@ -20,7 +20,7 @@ from flashgen.runtime.ops.attention.checks import (
     read_deterministic,
     side,
 )
-from flashgen.runtime.ops.attention.dropout import taken_off, with_dropout
+from flashgen.runtime.ops.attention.dropout import Bound, taken_off, with_dropout
 from flashgen.runtime.ops.attention.gradient import with_gradient
 from flashgen.runtime.ops.attention.signature import ATTENTION
 from flashgen.runtime.ops.attention.sizes import check_values, mappable, named_strides, read_call
@@ -34,16 +34,15 @@ if TYPE_CHECKING:
     from flashgen.codegen.families.shared.launch import Sizes
     from flashgen.codegen.spec.spec import Spec
     from flashgen.runtime.ops.attention.parameters import Parameters
-    from flashgen.runtime.select.params import Bound
     from flashgen.runtime.select.variant import Variant
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
               window: tuple[int, int] = (-1, -1), softmax_scale: float | None = None, return_lse: bool = False,
-              cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
-              max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, out: Tensor | None = None,
+              cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None, max_seqlen_q: int | None = None,
+              max_seqlen_kv: int | None = None, out: Tensor | None = None,
               spec: str | Path | Spec | Variant | None = None, params: Mapping[str, Any] | None = None,
-              deterministic: bool | None = None, dropout_p: float = 0.0, dropout_seed: Tensor | None = None
+              deterministic: bool | None = None, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
               ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: softmax(softmax_scale * q k^T + mask) v, without the score matrix in device memory.
 
@@ -67,10 +66,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
         params: values for the parameters that the spec declares, by name: numbers, and tensors on the device. Other
             values never build another kernel.
         deterministic: whether gradients have the same bits each time; None: as torch's switch says. Results always do.
-        dropout_p: of the attention weights, each is dropped with this probability, and the others are divided by
-            1 - dropout_p. lse is that of all. It counts in steps of 2^-16.
-        dropout_seed: [2] int64 on the device, which decides what is dropped: flashgen.dropout_mask shows it. By default
-            each call draws one from torch's generator of the device.
+        dropout_p: how likely a weight is dropped, in steps of 2^-16; the others are divided by 1 - dropout_p.
+        dropout_seed: [2] int64, what decides that (flashgen.dropout_mask); None: drawn from torch's generator.
 
     A row that sees no key gets out 0 and lse -inf; so do rows after the last sequence. q, k or v whose last dimension
     is not contiguous or whose rows are not 16-byte aligned are copied first. Any stride is fine otherwise.
@@ -91,12 +88,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
     if max_seqlen_q is not None or max_seqlen_kv is not None:
         check_unread(max_seqlen_q, max_seqlen_kv)
     text, ints, floats, extra = _UNBOUND
-    if spec is not None or params is not None:
-        from flashgen.runtime.ops.attention.parameters import bound_to  # bundles serve without specs
-
-        text, ints, floats, extra = bound_to(spec, params)
-    if type(dropout_p) is not float or dropout_p:
-        text, ints, floats, extra = with_dropout((text, ints, floats, extra), dropout_p, dropout_seed, q.device)
+    if spec is not None or params is not None or type(dropout_p) is not float or dropout_p:
+        text, ints, floats, extra = _bound(spec, params, dropout_p, dropout_seed, q.device)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_kv
     options = code, window[0], window[1], softmax_scale, text, ints, floats
     if followed:
@@ -107,15 +100,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
     return out if lse is None else (out, lse)
 
 
-_UNBOUND: tuple[str, tuple[int, ...], tuple[float, ...], tuple[Tensor, ...]] = ("", (), (), ())
+_UNBOUND: Bound = ("", (), (), ())
 
 
-def _parameters(text: str, bound: Bound, sizes: Sizes, varlen: bool, device: torch.device) -> Parameters:
-    if (text, *bound) == _UNBOUND:
+def _bound(spec: Any, params: Any, dropout_p: Any, dropout_seed: Tensor | None, device: torch.device) -> Bound:
+    found = _UNBOUND
+    if spec is not None or params is not None:
+        from flashgen.runtime.ops.attention.parameters import bound_to  # bundles serve without specs
+
+        found = bound_to(spec, params)
+    return with_dropout(found, dropout_p, dropout_seed, device)
+
+
+def _parameters(bound: Bound, sizes: Sizes, varlen: bool, device: torch.device) -> Parameters:
+    if bound == _UNBOUND:
         return "", {}, (), False
     from flashgen.runtime.ops.attention.parameters import read_parameters
 
-    return read_parameters(text, bound, sizes, varlen, device)
+    return read_parameters(bound[0], bound[1:], sizes, varlen, device)
 
 
 class Attention(front.Operation):
@@ -134,8 +136,8 @@ class Attention(front.Operation):
         varlen = cu_q is not None
         check_values(*call.tensors, window=(left, right), scale=scale)
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION.name)
-        (text, *bound), dropout_p = taken_off((text, ints, floats, call.extra), q.device)
-        handle, scalars, names, has_sink = _parameters(text, tuple(bound), sizes, varlen, q.device)
+        bound, dropout_p = taken_off((text, ints, floats, call.extra), q.device)
+        handle, scalars, names, has_sink = _parameters(bound, sizes, varlen, q.device)
         out_shape = ATTENTION.shapes(call.tensors, call.options)[0]
         if call.out is not None:
             check_out(call.out, out_shape, q)

@@ -5,6 +5,7 @@ below a bound. Their place in its counter hangs on query head, query and key alo
 """
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _SEEDS = 2**62  # torch.randint counts in 63 bits
 
 
-MARK = "\ndropout"  # ends the text that names a call's spec; its probability is then the first of the floats, and its seed
-#                    the first of the extra tensors, so that ops and exported programs need no arguments of their own
-
+# The end of the text that names the spec of a call with dropout. The probability is then the first of the call's floats
+# and the seed the first of the extra tensors, so that the torch ops need no arguments of their own for it.
+MARK = "\ndropout"
 Bound = tuple[str, tuple[int, ...], tuple[float, ...], tuple[Tensor, ...]]  # as parameters.bound_to gives it
 
 
@@ -55,7 +56,10 @@ def taken_off(bound: Bound, device: torch.device) -> tuple[Bound, float]:
 
 def probability(value: Any) -> Any:
     """dropout_p as a number; UnsupportedError for what is none, or outside of [0, 1)."""
-    found = float(number("dropout_p", value, ALLOWED))
+    found = number("dropout_p", value, ALLOWED)
+    if isinstance(found, int) and not 0 <= found < 1:
+        found = checked(math.copysign(math.inf, found))  # floats end before whole numbers do
+    found = float(found)
     return found if is_dynamo_compiling() else checked(found)  # a look at a traced number would make it a constant
 
 

@@ -39,8 +39,9 @@ class _Followed(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         causal, left, right, scale, spec, ints, floats = ctx.options
-        dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
-                               (causal, left, right, scale, spec, ctx.deterministic, ints, floats), tuple(extra), numbers)
+        dq, dk, dv = gradients(
+            (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
+            (causal, left, right, scale, spec, ctx.deterministic, ints, floats), tuple(extra), numbers)
         return None, None, None, dq, dk, dv, None, None, *(None for _ in extra)
 
 

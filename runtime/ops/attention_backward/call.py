@@ -21,7 +21,7 @@ from flashgen.runtime.ops.attention.checks import (
     read_deterministic,
     side,
 )
-from flashgen.runtime.ops.attention.dropout import taken_off, with_dropout
+from flashgen.runtime.ops.attention.dropout import probability, taken_off, with_dropout
 from flashgen.runtime.ops.attention.sizes import check_values, mappable, named_strides, read_call
 from flashgen.runtime.ops.attention_backward.signature import ATTENTION_BACKWARD
 from flashgen.runtime.ops.front import Arguments, Ready, kernels_for
@@ -75,13 +75,12 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     require_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
     check_pair(cu_seqlens_q, cu_seqlens_kv)
     check_device("q", q)
-    if dropout_p and dropout_seed is None:
+    if dropout_seed is None and probability(dropout_p):
         raise UnsupportedError("dropout_p without the seed of the forward call", where="dropout_seed",
                                allowed="the dropout_seed that flashgen.attention was given")
     text, ints, floats, extra = with_dropout((text, (), (), ()), dropout_p, dropout_seed, q.device)
-    return gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
-                     (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), ints, floats),
-                     extra)
+    options = (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), ints, floats)
+    return gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv), options, extra)
 
 
 def gradients(tensors: Tensors, options: Options, extra: tuple[Tensor, ...], numbers: Tensor | None = None
