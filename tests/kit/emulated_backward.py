@@ -85,7 +85,7 @@ def _truth(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
     """out in fp64, lse in fp32 and the gradients. Rows of no sequence have zeros."""
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     kept = dropout_mask(SEED, call.dropout_p, num_heads=call.num_heads_q, seqlen_q=len(q), cu_seqlens_q=torch.tensor(
-        [0, *(pair[0] for pair in call.lengths)]).cumsum(0), seqlen_kv=max(pair[1] for pair in call.lengths))
+        [0, *(pair[0] for pair in call.lengths)]).cumsum(0).int(), seqlen_kv=max(pair[1] for pair in call.lengths))
     kept = kept * (65536 / kept_of_65536(call.dropout_p))
     outs, lses, begin = [], [], (0, 0)
     for pair in call.lengths:

@@ -37,13 +37,12 @@ if TYPE_CHECKING:
     from flashgen.runtime.select.variant import Variant
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
-              window: tuple[int, int] = (-1, -1), softmax_scale: float | None = None, return_lse: bool = False,
-              cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None, max_seqlen_q: int | None = None,
-              max_seqlen_kv: int | None = None, out: Tensor | None = None,
-              spec: str | Path | Spec | Variant | None = None, params: Mapping[str, Any] | None = None,
-              deterministic: bool | None = None, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
-              ) -> Tensor | tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False, window: tuple[int, int] = (-1, -1),
+              softmax_scale: float | None = None, return_lse: bool = False, cu_seqlens_q: Tensor | None = None,
+              cu_seqlens_kv: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None,
+              out: Tensor | None = None, spec: str | Path | Spec | Variant | None = None,
+              params: Mapping[str, Any] | None = None, deterministic: bool | None = None, dropout_p: float = 0.0,
+              dropout_seed: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: softmax(softmax_scale * q k^T + mask) v, without the score matrix in device memory.
 
     Args:

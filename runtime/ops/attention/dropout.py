@@ -5,7 +5,6 @@ below a bound. Their place in its counter hangs on query head, query and key alo
 """
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from flashgen.codegen.families.shared.launch import kept_of_65536
 from flashgen.errors import UnsupportedError
-from flashgen.runtime.ops.arguments import check_tensor, number, whole
+from flashgen.runtime.ops.arguments import check_tensor, number, shown, whole
 from flashgen.runtime.ops.tensors import MAX_LENGTH
 
 ALLOWED = "a number, from 0 to below 1"
@@ -57,15 +56,12 @@ def taken_off(bound: Bound, device: torch.device) -> tuple[Bound, float]:
 def probability(value: Any) -> Any:
     """dropout_p as a number; UnsupportedError for what is none, or outside of [0, 1)."""
     found = number("dropout_p", value, ALLOWED)
-    if isinstance(found, int) and not 0 <= found < 1:
-        found = checked(math.copysign(math.inf, found))  # floats end before whole numbers do
-    found = float(found)
-    return found if is_dynamo_compiling() else checked(found)  # a look at a traced number would make it a constant
+    return float(found if is_dynamo_compiling() else checked(found))  # a look at a traced number makes it a constant
 
 
 def checked(p: float) -> float:
     if not 0 <= p < 1:
-        raise UnsupportedError(f"dropout_p is {p}", where="dropout_p", allowed=ALLOWED)
+        raise UnsupportedError(f"dropout_p is {shown(p)}", where="dropout_p", allowed=ALLOWED)
     return p
 
 
@@ -102,9 +98,16 @@ def dropout_mask(seed: Tensor, dropout_p: float, *, num_heads: int, seqlen_q: in
     """
     check_tensor("seed", seed)
     check_seed(seed, seed.device)
-    for name, value in (("num_heads", num_heads), ("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv), ("batch", batch)):
-        whole(name, value, 0, MAX_LENGTH)
     kept = kept_of_65536(probability(dropout_p))
+    num_heads, seqlen_q, seqlen_kv, batch = (whole(name, value, 0, MAX_LENGTH) for name, value in (
+        ("num_heads", num_heads), ("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv), ("batch", batch)))
+    if cu_seqlens_q is not None:
+        check_tensor("cu_seqlens_q", cu_seqlens_q)
+        if cu_seqlens_q.dtype != torch.int32 or cu_seqlens_q.dim() != 1 or not len(cu_seqlens_q) or (
+                cu_seqlens_q.device != seed.device):
+            raise UnsupportedError(f"cu_seqlens_q is {cu_seqlens_q.dtype} of {cu_seqlens_q.dim()} dimensions on "
+                                   f"{cu_seqlens_q.device}", where="cu_seqlens_q",
+                                   allowed=f"int32 [batch + 1] on {seed.device}, or None")
     rows = torch.arange(batch * seqlen_q if cu_seqlens_q is None else seqlen_q, device=seed.device)
     if cu_seqlens_q is None:
         places = rows % max(seqlen_q, 1)
