@@ -151,6 +151,7 @@ class Expression:
 
     Of masks, `tile_class` gives what some rows may see of a tile (templates/include/flashgen/span.cuh), and reads
     `class_rows`, which hang on rows alone. An interval has bounds of its `first` key and its `last` instead.
+    Of scores in the backward, `slope` gives the derivative with respect to the score that the products made.
     """
 
     slot: Slot
@@ -164,6 +165,7 @@ class Expression:
     class_rows: tuple[Part, ...] = ()
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
+    slope: str = ""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ def _wrapped(expression: Expression) -> Expression:
     return replace(
         e, about=code(e.about).replace("\n", "\n//"),
         uniform=parts(e.uniform), row=parts(e.row), column=parts(e.column),
-        rest=code(e.rest), whole=code(e.whole), tile_class=code(e.tile_class), class_rows=parts(e.class_rows),
+        rest=code(e.rest), whole=code(e.whole), slope=code(e.slope), tile_class=code(e.tile_class),
+        class_rows=parts(e.class_rows),
         first=tuple(map(code, e.first)), last=tuple(map(code, e.last)))
 
 

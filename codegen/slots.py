@@ -15,6 +15,11 @@ A slot's contract is the set of device functions its files define:
           exist; of row r out_row and lse_place(p, work, r); load_query_rows(p, tile, barrier, work, first query)
   queries  (backward) QueryRange seeing_queries(p, kv_pos, seqlen_q, seqlen_kv), the reverse of `mask`: the queries that
           see a key, an interval that never moves left as kv_pos grows
+  key_mask (backward) int tile_class(p, work, head_q, first, last), what queries of these tiles see of the block's keys;
+          bool sees(p, work, head_q, kv_pos, query)
+  score_slope (backward) score_mod(s, slopes, p, work, head_q, kv_pos, query): the expression and its derivative
+  turns    (backward, where blocks take turns) int seen_keys_end(p, q_pos, seqlen_q, seqlen_kv): where the keys end that
+          a query sees; never falls as q_pos grows
   row_tile (backward) RowTile row_tile(p, tile, head_q): the rows of a query tile of the kernels around the gradients
   dq_order (backward) read_fragments(x, group): how elements of a fragment lie in dq_accum
   key_layout (backward) KeyTileCoord key_tile_coord(p, tile, head); dk_rows and dv_rows, each of (p, work), the first
@@ -81,8 +86,9 @@ ROWS: dict[str, tuple[Param, ...]] = {
 SLOTS: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
-    "queries": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS), "dq_order": ("vector", "component"),
-    "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS), "first_row": tuple(LAYOUTS),
+    "queries": ("full", "causal", "window"), "turns": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS),
+    "dq_order": ("vector", "component"), "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS),
+    "key_mask": ("expression",), "score_slope": tuple(SCORES), "first_row": tuple(LAYOUTS),
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
 
@@ -95,6 +101,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "output": ("apart", "over_queries"),  # fa3: the output waits in room of its own, or in that of its queries
     "work": ("whole", "split"),           # fa3: a work tile is a query tile, or may be a split of one
     "query": ("registers", "shared"),     # fa2: where the A operand of the QK product is
+    "steps": ("ranges", "classes"),       # fa2, backward: tiles of queries are a range, or are found by their class
     "p_precision": ("fp32", "element"),   # fa3, backward: of the P that dS is made of
     "dropout": ("none", "philox"),        # fa2, backward: all of P is multiplied with dO, or what dropout keeps
 }

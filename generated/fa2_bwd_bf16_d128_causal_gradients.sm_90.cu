@@ -4,7 +4,7 @@
 //
 // spec: name fa2_bwd; family fa2; pass bwd; dtype bf16; head_dim_qk 128; head_dim_v 128; causal True;
 //   kv_layout dense; score none; lse True; kernel gradients
-// slots: key_layout dense; key_inputs dense; queries causal; dq_order component
+// slots: key_layout dense; key_inputs dense; queries causal; dq_order component; steps ranges
 // roles: mma 8 warps
 // grid: x = n_tiles * num_heads_kv * batch
 // tile: the largest tile that 255 registers and 227 KiB of shared memory hold; not timed
@@ -147,7 +147,7 @@ FG_DEVICE QueryRange seeing_queries(const Params& p, int kv_pos, int seqlen_q, i
 // that an addition of single words fills a line.
 template <int N>
 FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
-  const int lane_offset = threadIdx.x % 128 / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
+  const int lane_offset = threadIdx.x / WARP_SIZE * 128 + threadIdx.x % WARP_SIZE;
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -155,7 +155,6 @@ FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
 }
 
 static_assert(SMEM_TILES - SMEM_WORK >= sizeof(KeyTileCoord), "map and tiles agree");
-static_assert(SMEM_BYTES - SMEM_TILES >= sizeof(QueryTiles), "map and tiles agree");
 
 // Starts the copies of a query tile: its rows of q and dout, and their lse and delta.
 FG_DEVICE void load_queries(const Params& p, const KeyTileCoord& work, unsigned char* smem, int stage,
@@ -183,11 +182,13 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
   // Key tiles fastest, so that neighbouring blocks share queries in L2; under a causal mask the first tile,
   // which the most queries see, comes first.
   const int block = blockIdx.x;
-  const KeyTileCoord work = key_tile_coord(p, block % p.n_tiles, block / p.n_tiles);
+  int tile = block % p.n_tiles;
+  const KeyTileCoord work = key_tile_coord(p, tile, block / p.n_tiles);
   const int key_start = work.n_tile * BLOCK_N;
   const int valid_keys = min_int(work.seqlen_kv - key_start, BLOCK_N);
   if (valid_keys <= 0) return;
   unsigned char* const smem = dyn_smem();
+  static_assert(SMEM_BYTES - SMEM_TILES >= sizeof(QueryTiles), "map and tiles agree");
   const QueryTiles tiles = query_tiles<BLOCK_M>(
       seeing_queries(p, key_start, work.seqlen_q, work.seqlen_kv),
       seeing_queries(p, key_start + valid_keys - 1, work.seqlen_q, work.seqlen_kv), work.seqlen_q);
@@ -198,10 +199,6 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
     *reinterpret_cast<KeyTileCoord*>(smem + SMEM_WORK) = work;
     *reinterpret_cast<QueryTiles*>(smem + SMEM_TILES) = tiles;
   }
-  const auto seen_by = [&](int key) {
-    return key < work_smem.seqlen_kv ? seeing_queries(p, key, work_smem.seqlen_q, work_smem.seqlen_kv)
-                                     : QueryRange{0, 0};
-  };
 
   // Warps divide keys, and what a product has beside: queries of S and dP, columns of dK and dV.
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -226,6 +223,10 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
     const bool last = m_tile + 1 == tiles_smem.end;
     m_tile = last ? tiles_smem.begin : m_tile + 1;
     head += last;
+  };
+  const auto seen_by = [&](int key) {
+    return key < work_smem.seqlen_kv ? seeing_queries(p, key, work_smem.seqlen_q, work_smem.seqlen_kv)
+                                     : QueryRange{0, 0};
   };
   if (head < head_end) {
     load_tile<KeyTile, HEAD_DIM_QK, NUM_THREADS>(

@@ -10,8 +10,6 @@
 // tile: fastest of the orders timed on an H200, 2026-12-01 (docs/lab/backward.md)
 
 #include "flashgen/divisor.cuh"
-#include "flashgen/epilogue.cuh"
-#include "flashgen/ptx/atomic.cuh"
 #include "flashgen/gemm_backward.cuh"
 #include "flashgen/ptx/elect.cuh"
 #include "flashgen/ptx/griddepcontrol.cuh"
@@ -42,7 +40,6 @@ constexpr int STORED_ROWS = 1;  // of a warp's 16 that must exist for a box: it 
 constexpr int LOAD_REGISTERS = 24;  // per thread of the producer warpgroup
 constexpr int MMA_REGISTERS = 240;  // per consumer thread: what the producers leave of 64 Ki
 constexpr int CONSUMERS_BARRIER = 1;  // the named barrier of both consumer warpgroups
-constexpr int SUMS_BARRIER = 4;  // the named barrier of consumers and of the warps that add dQ
 constexpr int STAGGER_BARRIER = 2;  // the named barrier at which the second warpgroup waits to start
 
 // Shared memory of one block: where each region begins, and how many bytes it has.
@@ -87,15 +84,12 @@ struct Params {
   float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)
   Element* dk;  // as k
   Element* dv;  // as v
-  Element* dq;  // as q; for the last block of a head
-  int32_t* arrived_blocks;  // [batch, num_heads_kv], blocks whose sums of dQ have arrived; at rest 0
   int64_t q_batch_stride, q_row_stride, q_head_stride;  // elements
   int64_t k_batch_stride, k_row_stride, k_head_stride;  // elements
   int64_t v_batch_stride, v_row_stride, v_head_stride;  // elements
   int64_t dout_batch_stride, dout_row_stride, dout_head_stride;  // elements
   int64_t dk_batch_stride, dk_row_stride, dk_head_stride;  // elements
   int64_t dv_batch_stride, dv_row_stride, dv_head_stride;  // elements
-  int64_t dq_batch_stride, dq_row_stride, dq_head_stride;  // elements
   int32_t batch;  // sequences
   int32_t seqlen_q;  // queries per sequence
   int32_t seqlen_kv;  // keys per sequence
@@ -111,7 +105,6 @@ struct Params {
   int32_t num_heads;  // kv heads of all sequences
   int32_t heads_per_section;  // of them, whose blocks come in turns, the longest first
   Divisor section_blocks;  // blocks of a section: n_tiles * heads_per_section
-  int32_t converts_dq;  // 1: the last block of a head rounds its dQ; 0: the next kernel does
 };
 static_assert(sizeof(Params) == 1152, "the host packs exactly these bytes");
 
@@ -174,7 +167,7 @@ template <int N>
 FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const Floats4 four = reinterpret_cast<const Floats4*>(group + n * 512)[threadIdx.x % 128];
+    const Floats4 four = reinterpret_cast<const Floats4*>(group + n * 512)[threadIdx.x];
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[0][n][i] = four.values[i];
   }
@@ -204,7 +197,6 @@ struct KeyBlock {
   KeyTileCoord tile;
   QueryTiles queries;  // of each query head of the kv head
   int steps;           // query tiles of all of them
-  bool is_last;        // of the blocks of its head, to arrive
 };
 FG_DEVICE KeyBlock& block_of(unsigned char* smem) { return *reinterpret_cast<KeyBlock*>(smem + SMEM_BLOCK); }
 
@@ -220,7 +212,8 @@ FG_DEVICE KeyBlock key_block(const Params& p, int block) {
   const int first_head = section * p.heads_per_section;
   const int heads = min_int(p.heads_per_section, p.num_heads - first_head);  // the last one may have fewer
   KeyBlock b;
-  b.tile = key_tile_coord(p, place / heads, first_head + place % heads);
+  int tile = place / heads;
+  b.tile = key_tile_coord(p, tile, first_head + place % heads);
   const int first = b.tile.n_tile * BLOCK_N, last = min_int(first + BLOCK_N, b.tile.seqlen_kv) - 1;
   b.steps = 0;
   if (first > last) return b;
@@ -571,53 +564,6 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
   store_gradients(p, smem, dk, dv, warpgroup);
 }
 
-// ---- the end of dQ. The last block of a head to arrive finds all its sums in L2, and rounds them there: no
-// kernel behind this one has to read them again.
-// A warp's 16 rows of dQ, from fragments to device memory by way of `image`, a tile of 64 rows.
-FG_DEVICE void store_dq_rows(unsigned char* image, const float (&dq)[1][MMA_COLS_QK / 8][4], Element* rows,
-                             int64_t row_stride, int valid_rows) {
-  using DqTile = TileShape<64, SMEM_COLS_QK>;
-  constexpr int CHUNKS = HEAD_DIM_QK / ELEMENTS_PER_CHUNK;
-  const int first_row = threadIdx.x % 128 / WARP_SIZE * 16, lane = threadIdx.x % WARP_SIZE;
-  stage_output<DqTile, Element>(image, dq, first_row + lane / 4);
-  sync_warp();
-  for (int i = lane; i < 16 * CHUNKS; i += WARP_SIZE) {
-    const int row = first_row + i / CHUNKS, chunk = i % CHUNKS;
-    if (row < valid_rows)
-      *reinterpret_cast<Chunk*>(rows + row * row_stride + chunk * ELEMENTS_PER_CHUNK) =
-          *reinterpret_cast<const Chunk*>(image + DqTile::offset(row, chunk));
-  }
-  sync_warp();  // before the image is written again
-}
-
-// By the consumers, who have all seen this block's sums arrive.
-FG_DEVICE void finish_dq(const Params& p, unsigned char* smem) {
-  KeyBlock& b = block_of(smem);
-  if (threadIdx.x == 128) {
-    int* const arrived = p.arrived_blocks + b.tile.batch * p.num_heads_kv + b.tile.head_kv;
-    b.is_last = atom_add_acq_rel(arrived, 1) == p.n_tiles - 1;
-    if (b.is_last) *arrived = 0;  // as the next call expects it
-  }
-  bar_sync<CONSUMERS_BARRIER, 256>();
-  if (!b.is_last) return;
-  const KeyTileCoord w = uniform_copy(b.tile);
-  const int warpgroup = first_lane(threadIdx.x / 128) - 1;
-  const int groups = (w.seqlen_q + 63) / 64;  // of 64 rows of a head
-  unsigned char* const image = smem + SMEM_Q + warpgroup * TileShape<64, SMEM_COLS_QK>::BYTES;
-  for (int i = warpgroup; i < groups * p.heads_per_kv_head; i += 2) {
-    const int head_q = w.head_kv * p.heads_per_kv_head + i / groups, first_row = i % groups * 64;
-    const int64_t place = ((int64_t)head_q * p.q_tiles + w.first_q_tile) * BLOCK_M + first_row;
-    float dq[1][MMA_COLS_QK / 8][4];
-    read_fragments(dq, p.dq_accum + place * MMA_COLS_QK);
-#pragma unroll
-    for (int n = 0; n < MMA_COLS_QK / 8; ++n)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) dq[0][n][j] *= p.softmax_scale;
-    Element* const rows = p.dq + w.batch * p.dq_batch_stride + head_q * p.dq_head_stride;
-    store_dq_rows(image, dq, rows + first_row * p.dq_row_stride, p.dq_row_stride, w.seqlen_q - first_row);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 fa3_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
@@ -630,21 +576,19 @@ fa3_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
     if (threadIdx.x % WARP_SIZE == 0) block_of(smem) = b;
   }
   sync_block();
-  const bool idle = block_of(smem).steps == 0;
-  if (idle) store_zeros(p, block_of(smem).tile);
+  if (block_of(smem).steps == 0) {
+    store_zeros(p, block_of(smem).tile);
+    return;
+  }
   if (warp < 4) {
     setmaxnreg_dec<LOAD_REGISTERS>();
     if (warp == 0) {
-      if (!idle && elect_one()) load(p, smem, barriers);
+      if (elect_one()) load(p, smem, barriers);
     } else if (warp <= 2) {
-      if (!idle && elect_one()) add_dq(p, smem, barriers, warp - 1);
-      sync_warp();  // whose elected lane has seen its sums arrive
-      bar_arrive<SUMS_BARRIER, 320>();
+      if (elect_one()) add_dq(p, smem, barriers, warp - 1);
     }
   } else {
     setmaxnreg_inc<MMA_REGISTERS>();
-    if (!idle) consume_query_tiles(p, smem, barriers);
-    bar_sync<SUMS_BARRIER, 320>();
-    if (p.converts_dq) finish_dq(p, smem);
+    consume_query_tiles(p, smem, barriers);
   }
 }

@@ -61,7 +61,7 @@ template <int N>
 FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const Floats4 four = reinterpret_cast<const Floats4*>(group + n * 512)[threadIdx.x % 128];
+    const Floats4 four = reinterpret_cast<const Floats4*>(group + n * 512)[threadIdx.x];
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[0][n][i] = four.values[i];
   }

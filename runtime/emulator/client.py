@@ -67,6 +67,7 @@ class Request:
     policy: str
     seed: int
     resident: int
+    most_resident: int
     cluster: int
     registers: int                    # of each thread at the start
     buffers: list[BufferPlace] = field(default_factory=list)

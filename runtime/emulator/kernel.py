@@ -125,8 +125,8 @@ def _answer(worker: Worker, plan: Plan, kernel: Path, packed: bytes, arguments: 
     for window, argument in zip(windows, arguments, strict=True):
         ctypes.memmove(window.data_ptr(), argument.tensor.data_ptr(), window.nbytes)
     request = Request(str(kernel), packed, shape.grid, (shape.threads, 1, 1), shape.smem_bytes, schedule.policy,
-                      schedule.seed, schedule.resident, shape.cluster, shape.registers, places, list(maps),
-                      schedule.traced_block, costs(plan.target))
+                      schedule.seed, schedule.resident, schedule.most_resident, shape.cluster, shape.registers, places,
+                      list(maps), schedule.traced_block, costs(plan.target))
     try:
         with _progress(plan.kernel_name, math.prod(shape.grid)) as beat:
             answer = worker.run(request, beat)

@@ -16,7 +16,8 @@ class Schedule:
 
     policy: str = "random"  # eager: asynchronous work is done at its issue; lazy: when nothing else can go on; random
     seed: int = 0
-    resident: int = 2       # blocks that run at a time
+    resident: int = 2       # blocks that run at a time, more where those cannot go on
+    most_resident: int = 64  # at most; the machine has room for no more
     traced_block: int = -1  # whose timeline the statistics hold; -1: none
 
     def __str__(self) -> str:

@@ -159,8 +159,8 @@ def timeline(spec: Spec, sizes: dict[str, Any] | None = None, block: int = 0) ->
     own = [row for row in rows if row.kernel == str(compile_kernel(source))]  # a call may launch others before it
     found = spans(own[0], FAMILIES[plan.family].trace_depth) if own else []
     if not found:
-        raise UnsupportedError(f"block {block} does nothing that is timed", where="--block", allowed="a block with work to do",
-                               nearest="--block 0")
+        raise UnsupportedError(f"block {block} does nothing that is timed", where="--block",
+                               allowed="a block with work to do", nearest="--block 0")
     title = f"{plan.kernel_name}: block {block} of a call with " + ", ".join(
         f"{name} {getattr(shape, name)}" for name in ("batch", "seqlen_q", "seqlen_kv", "num_heads_q"))
     return Timeline(plan, title, ["", *source.text.splitlines()], found, own[0].warps)

@@ -39,7 +39,7 @@ class Launch(ctypes.Structure):
 
     _fields_ = (("entry", ctypes.c_void_p), ("params", ctypes.c_void_p), ("grid", ctypes.c_uint32 * 3),
                 ("block", ctypes.c_uint32 * 3), ("smem_bytes", ctypes.c_uint32), ("cluster", ctypes.c_uint32),
-                ("registers", ctypes.c_uint32), ("resident", ctypes.c_uint32),
+                ("registers", ctypes.c_uint32), ("resident", ctypes.c_uint32), ("most_resident", ctypes.c_uint32),
                 ("seed", ctypes.c_uint64), ("policy", ctypes.c_uint32), ("num_buffers", ctypes.c_uint32),
                 ("buffers", ctypes.POINTER(Buffer)), ("traced_block", ctypes.c_int64),
                 ("costs", ctypes.c_float * NUM_COSTS), ("beat", BEAT))
@@ -70,8 +70,8 @@ class Server:
             entry=ctypes.cast(kernel.emu_entry, ctypes.c_void_p), params=ctypes.addressof(params_buffer),
             grid=tuple(request["grid"]), block=tuple(request["block"]), policy=POLICY_CODES[request["policy"]],
             num_buffers=len(buffers), buffers=buffers, beat=beat, costs=tuple(request["costs"]),
-            **{name: request[name] for name in ("smem_bytes", "cluster", "registers", "resident", "seed",
-                                                "traced_block")})
+            **{name: request[name] for name in ("smem_bytes", "cluster", "registers", "resident",
+                                                "most_resident", "seed", "traced_block")})
         answer = ctypes.c_char_p()
         failed = self._library.emu_run(ctypes.byref(launch), ctypes.byref(answer))
         del window

@@ -8,6 +8,7 @@ used: its kernels come first, and only among them does the family decide.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.codegen.expr.tree import Param
 from flashgen.codegen.families.family import DenseCall, Family
-from flashgen.codegen.families.registry import FAMILIES, fastest_first
+from flashgen.codegen.families.registry import FAMILIES, fastest_first, lower
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec.expressions import SINK
 from flashgen.codegen.target import TARGETS
-from flashgen.errors import BundleError, UnsupportedError
+from flashgen.errors import BundleError, PlanError, UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.launch.driver import device_facts
 from flashgen.runtime.launch.kernel import Kernel
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
 EMULATED_FIRST = "sm_90"  # the target whose kernels are emulated where the call leaves a choice
+GRADIENTS = "attention_backward"  # the operation whose kernels follow from specs of forward kernels
 NO_MAPS = ("q, k or v has rows, heads or sequences that overlap (as expanded tensors do) or lie 2^40 bytes apart: "
            "tensor maps cannot describe it")
 
@@ -176,7 +178,12 @@ class Registry:
         if wanted.spec:
             spec = self._open(wanted.spec)
             kinds = _kinds_of(wanted, archs, fastest_first(wanted.op, emulated=emulated))
-            variants = spec.specs(kinds) if isinstance(spec, Variant) else spec
+            if wanted.op == GRADIENTS:
+                from flashgen.runtime.select.differentiated import backward_specs  # reads specs
+
+                variants = backward_specs(wanted.spec, spec, kinds, wanted.op)
+            else:
+                variants = spec.specs(kinds) if isinstance(spec, Variant) else spec
             choice = Choice(_matching(variants, wanted, archs), "its spec is named")
         elif emulated:
             choice = choose(wanted, archs, emulated=True)
@@ -233,7 +240,8 @@ def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[Family, ...]) ->
     return [{"family": family.name, "pass_": family.by_op[wanted.op].name, "arch": arch,
              "dtype": wanted.dtype, "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v,
              "causal": wanted.causal, "window": wanted.window, "kv_layout": wanted.kv_layout,
-             **({"dropout": True} if wanted.dropout else {})}
+             **{name: value for name, value in wanted.traits if name in [trait.option for trait in family.traits]},
+             **({DROPOUT: True} if wanted.dropout else {})}
             for arch in archs for family in families]
 
 
@@ -314,7 +322,10 @@ def _variant(family: Family, wanted: Wanted, archs: list[str]) -> Spec | str:
     for spec in fitting:
         if family.tiles and family.tiles.find(spec.arch, mask_choice(spec.causal, spec.window), *dims.values()):
             # What the model overrides, it overrides for its own head dims.
-            return spec.with_(**{row.attribute: row.default for row in rows() if row.override}, **dims)
+            made = spec.with_(**{row.attribute: row.default for row in rows() if row.override}, **dims)
+            with contextlib.suppress(PlanError):  # a backward has a table of its own
+                lower(made)
+                return made
     return f"it has no tile for head dims {tuple(dims.values())}"
 
 
@@ -333,7 +344,8 @@ def _asked(wanted: Wanted) -> str:
     mask = "window" if wanted.window else "causal" if wanted.causal else "full"
     dims = f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v})"
     if wanted.op != "attention":
-        return f"{wanted.op}, {dims}, {wanted.kv_layout}" + ", dropout" * wanted.dropout
+        in_turns = ", deterministic" if dict(wanted.traits).get("deterministic") else ""
+        return f"{wanted.op}, {dims}, {wanted.kv_layout}{in_turns}" + ", dropout" * wanted.dropout
     return f"{dims}, {mask} mask, {wanted.kv_layout}" + ", lse" * wanted.lse + ", dropout" * wanted.dropout
 
 

@@ -32,6 +32,11 @@ class ExpressionMods:
         return cls(trees.score, trees.mask, dict(params or {}), defaults, spec.sink == "per_head",
                    spec.normalize == "softmax", spec.align == "top_left")
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """Of all parameters, by name."""
+        return {**self.defaults, **self.params}
+
     def env(self, at: BlockOffset, scores: Tensor) -> dict[str, Any]:
         """For scores [batch, head_kv, group, rows, keys]."""
         def axis(count: int, dim: int, first: int = 0) -> Tensor:
@@ -40,7 +45,7 @@ class ExpressionMods:
         batch, heads_kv, group, rows, keys = scores.shape
         head_kv = axis(heads_kv, 1)
         diagonal = 0 if self.top_left or at.top_left else at.seqlen_kv - at.seqlen_q
-        return {**self.defaults, **self.params, "score": scores, "q_pos": axis(rows, 3, at.first_row + diagonal),
+        return {**self.values, "score": scores, "q_pos": axis(rows, 3, at.first_row + diagonal),
                 "kv_pos": axis(keys, 4), "batch": axis(batch, 0, at.first_batch),
                 "head_kv": head_kv, "head_q": head_kv * group + axis(group, 2), "seqlen_q": at.seqlen_q,
                 "seqlen_kv": at.seqlen_kv, "q_first": diagonal, "q_begin": at.q_begin, "kv_begin": at.kv_begin}

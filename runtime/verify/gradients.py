@@ -3,10 +3,12 @@ dtype: the yardstick.
 
 With P the softmax, of each head: dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dQ = scale * dS K and
 dK = scale * dS^T Q, where delta = rowsum(dO * O) - dlse. A row that sees no key has P = 0: it gets and gives zeros.
+Where an expression changes scores, dS is times its derivative, which torch finds.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,25 +16,26 @@ from torch import Tensor
 
 from flashgen.runtime.verify.compare import Expected, Truth
 from flashgen.runtime.verify.expression_mods import BlockOffset, ExpressionMods
-from flashgen.runtime.verify.reference import CHUNK_SCORES, _block_lowprec, _matmul, visible
+from flashgen.runtime.verify.reference import CHUNK_SCORES, _block_lowprec, _matmul, _sinks, visible
 
 # Of the products that make dP and delta, whose difference may cancel: what sums in fp32 lose, for vectors of length 1.
 FP32_SUMS = 2.0**-22
-_PLAIN = ExpressionMods()
 
 # (queries, dout [b, h_kv, group, rows, d], dlse [b, h_kv, group, rows] or None, keys, values [b, h_kv, n, d], mask
-# [rows, n], scale) -> dq, dk, dv in the forms of queries, keys and values
-_Block = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+# [rows, n], scale, mods, where the block is) -> dq, dk, dv in the forms of queries, keys and values
+_Block = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, float, ExpressionMods, BlockOffset],
+                  tuple[Tensor, Tensor, Tensor]]
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, dlse: Tensor | None = None, kind: str = "exact",
               causal: bool | str = False, window: tuple[int, int] = (-1, -1), softmax_scale: float | None = None,
-              cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None) -> Gradients:
+              cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
+              mods: ExpressionMods | None = None) -> Gradients:
     """(dq, dk, dv) in fp64, in the shapes of q, k and v, dense or varlen. `kind`: "exact"; "plain", torch's own in q's
     dtype; or "sizes", what the exact ones are sums of, without signs.
 
-    Rows that belong to no sequence get zeros, whatever they hold.
+    Rows that belong to no sequence get zeros, whatever they hold. `mods`: what a spec's expressions do.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     block, dtype = _BLOCKS[kind], q.dtype if kind == "plain" else torch.float64
@@ -43,14 +46,17 @@ def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, dlse: Tensor | N
     for i in range(q.shape[0] if starts is None else len(starts[0]) - 1):
         rows, keys = (i, i) if starts is None else (slice(*side[i:i + 2]) for side in starts)
         dlse_part = None if dlse is None else dlse[i] if starts is None else dlse[:, rows]
+        begin = (0, 0) if starts is None else (starts[0][i], starts[1][i])
+        at = BlockOffset(0, 0, i, 0, *begin, causal == "top_left")
         _sequence(dout[rows], q[rows], k[keys], v[keys], dlse_part, [made[0][rows], made[1][keys], made[2][keys]],
-                  block, dtype, scale, {"causal": causal, "window": window, "device": q.device})
+                  block, dtype, scale, {"causal": causal, "window": window, "device": q.device},
+                  mods or ExpressionMods(), at)
     dq, dk, dv = (t.to(dtype) for t in made)
     return dq, dk, dv
 
 
 def _sequence(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None, made: list[Tensor], block: _Block,
-              dtype: torch.dtype, scale: float, mask: dict[str, Any]) -> None:
+              dtype: torch.dtype, scale: float, mask: dict[str, Any], mods: ExpressionMods, at: BlockOffset) -> None:
     """Add one sequence to `made`, a few query rows at a time and in fp64: torch's own sums keep fp32 in one product, so
     its yardstick must not pay for chunks."""
     (seqlen_q, num_heads_q, _), (seqlen_kv, num_heads_kv, _) = q.shape, k.shape
@@ -65,32 +71,46 @@ def _sequence(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, dlse: Tensor | None
                           for x in (q, dout))
         dlses = None if dlse is None else dlse[None, :, rows].to(dtype).unflatten(1, (num_heads_kv, -1))
         seen = visible(seqlen_q, seqlen_kv, first=rows.start, last=rows.stop, **mask)
-        dq, dk, dv = block(queries, douts, dlses, keys, values, seen, scale)
+        here = replace(at, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, first_row=first)
+        dq, dk, dv = block(queries, douts, dlses, keys, values, seen, scale, mods, here)
         made[0][rows] = dq[0].permute(2, 0, 1, 3).flatten(1, 2).double()
         made[1].add_(dk[0].transpose(0, 1).double())
         made[2].add_(dv[0].transpose(0, 1).double())
 
 
 def _block_exact(queries: Tensor, dout: Tensor, dlse: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor,
-                 scale: float) -> Gradients:
-    probs = _probs(queries, keys, mask, scale)
+                 scale: float, mods: ExpressionMods, at: BlockOffset) -> Gradients:
+    probs, slopes = _probs(queries, keys, mask, scale, mods, at)
     delta = (dout * _matmul(probs, values)).sum(-1, keepdim=True) - (0.0 if dlse is None else dlse[..., None])
-    dscores = probs * (_matmul(dout, values.mT) - delta)
+    dscores = probs * (_matmul(dout, values.mT) - delta) * slopes
     return _matmul(dscores, keys) * scale, _summed(dscores, queries) * scale, _summed(probs, dout)
 
 
 def _block_sizes(queries: Tensor, dout: Tensor, dlse: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor,
-                 scale: float) -> Gradients:
-    probs, out_sizes = _probs(queries, keys, mask, scale), dout.abs()
+                 scale: float, mods: ExpressionMods, at: BlockOffset) -> Gradients:
+    (probs, slopes), out_sizes = _probs(queries, keys, mask, scale, mods, at), dout.abs()
     out = _matmul(probs, values).abs()
     delta = (out_sizes * out).sum(-1, keepdim=True) + (0.0 if dlse is None else dlse[..., None].abs())
-    dscores = probs * (_matmul(out_sizes, values.mT.abs()) + delta)
+    dscores = probs * (_matmul(out_sizes, values.mT.abs()) + delta) * slopes.abs()
     return _matmul(dscores, keys.abs()) * scale, _summed(dscores, queries.abs()) * scale, _summed(probs, out_sizes)
 
 
-def _probs(queries: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
-    scores = (_matmul(queries, keys.mT) * scale).masked_fill(~mask, -torch.inf)
-    return torch.softmax(scores, -1).masked_fill(~mask, 0.0)  # a row without keys: NaN -> 0
+def _probs(queries: Tensor, keys: Tensor, mask: Tensor, scale: float, mods: ExpressionMods, at: BlockOffset
+           ) -> tuple[Tensor, Tensor]:
+    """P, and the derivative of scores by what they were before the expression: 0 where P is 0 for its mask."""
+    scores = _matmul(queries, keys.mT) * scale
+    slopes, mask = torch.ones_like(scores), mods.mask_mod(at, scores, mask)
+    if mods.score is not None:
+        with torch.enable_grad():
+            before = scores.detach().requires_grad_()
+            after = mods.score_mod(at, before, "float64")
+            slopes = torch.autograd.grad((after + 0.0 * before).sum(), before)[0]  # also where it reads no score
+        scores = after.detach()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if mods.sink:  # a key of its own, without a value
+        scores = torch.cat((scores, _sinks(mods, scores).expand(*scores.shape[:-1], 1)), -1)
+    probs = torch.softmax(scores, -1)[..., :mask.shape[-1]].masked_fill(~mask, 0.0)  # a row without keys: NaN -> 0
+    return probs, slopes.masked_fill(~mask, 0.0)
 
 
 def _summed(weights: Tensor, rows: Tensor) -> Tensor:
@@ -99,11 +119,11 @@ def _summed(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def _block_plain(queries: Tensor, dout: Tensor, dlse: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor,
-                 scale: float) -> Gradients:
+                 scale: float, mods: ExpressionMods, at: BlockOffset) -> Gradients:
     with torch.enable_grad():
         leaves = tuple(x.detach().requires_grad_() for x in (queries, keys, values))
         queries, keys, values = leaves
-        results = _block_lowprec(queries, keys, values, mask, scale, _PLAIN, BlockOffset(*mask.shape))
+        results = _block_lowprec(queries, keys, values, mask, scale, mods, at)
         count = 1 if dlse is None else 2
         dq, dk, dv = torch.autograd.grad(results[:count], leaves, (dout, dlse)[:count])
     return dq, dk, dv

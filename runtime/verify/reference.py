@@ -172,7 +172,8 @@ def _block_lowprec(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
     scores = scores.masked_fill(~mask, -torch.inf)
     if mods.sink:  # a key of its own, without a value
         sinks = _sinks(mods, scores).expand(*scores.shape[:-1], 1)
-        weights = torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
+        scores = torch.cat((scores, sinks), -1)
+        weights = torch.softmax(scores, -1)[..., :-1]
         return _matmul(weights, values.nan_to_num(0.0, 0.0, 0.0)), scores.logsumexp(-1)
     weights = torch.softmax(scores, -1).masked_fill(~mask, 0.0)  # a row without keys: NaN -> 0
     return _matmul(weights, values.nan_to_num(0.0, 0.0, 0.0)), scores.logsumexp(-1)

@@ -98,12 +98,11 @@ class Call:
                       WINDOW if self.fields.get("window") else UNBOUNDED, strides)
         plans = {kernel: lower(spec_of(kernel, **self.fields)) for kernel in KERNELS}
         program = program_of(plans["preprocess"], sizes, 2, plans["gradients"], plans["postprocess"])
-        tensors |= {buffer.name: torch.zeros(buffer.shape, dtype=torch.int32) if buffer.life == "counters"
-                    else torch.full(buffer.shape, torch.nan) for buffer in program.buffers}
+        tensors |= {buffer.name: torch.full(buffer.shape, torch.nan) for buffer in program.buffers}
         for step in program.steps:
             plan = plans[step.kernel]
             with scheduled(schedule):
-                EmulatedKernel(plan, render(plan)).launcher(step)(tensors, filled=("dq_accum", "arrived_blocks"))
+                EmulatedKernel(plan, render(plan)).launcher(step)(tensors, filled=("dq_accum",))
         return found
 
     def poison_all_but(self, sequence: int) -> None:

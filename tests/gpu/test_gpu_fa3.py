@@ -34,7 +34,8 @@ pytestmark = pytest.mark.gpu
 SMS = 132  # of the whole card: fewer only make more tiles per block
 FULL, CAUSAL, TOP_LEFT = (False, (-1, -1)), (True, (-1, -1)), ("top_left", (-1, -1))
 
-SHIPPED = [(path, spec) for path in shipped_spec_paths() for spec in load_specs(path).specs if spec.family == "fa3"]
+SHIPPED = [(path, spec) for path in shipped_spec_paths() for spec in load_specs(path).specs
+           if (spec.family, spec.pass_) == ("fa3", "fwd")]
 SPECS = [spec for _, spec in SHIPPED]
 
 

@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.time_limit(600)]
 SHAPE = Shape(2, 1024, 1024, 8, 8)
 PROBLEM = "batch=2 seqlen_q=1024 num_heads_q=8"
 HERE = [spec for path in shipped_spec_paths() for spec in load_specs(path).specs
-        if runs_here(spec) and spec.dtype == "bf16" and spec.kv_layout == "dense" and spec.head_dim_qk == 64]
+        if runs_here(spec) and spec.dtype == "bf16" and spec.kv_layout == "dense" and spec.head_dim_qk == 64
+        and spec.pass_ == "fwd"]
 
 
 def families() -> list[str]:

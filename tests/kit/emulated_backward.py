@@ -1,8 +1,9 @@
 """A backward call on the emulator, all three kernels, against fp64: autograd of plain attention."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +11,14 @@ from torch import Tensor
 from flashgen.codegen.families.registry import lower, program_of
 from flashgen.codegen.families.shared.launch import UNBOUNDED, Sizes, kept_of_65536
 from flashgen.codegen.render import render
+from flashgen.codegen.spec.rule import changed
 from flashgen.codegen.spec.spec import Spec
 from flashgen.runtime.emulator.kernel import EmulatedKernel
 from flashgen.runtime.emulator.program import EmulatedProgram
 from flashgen.runtime.emulator.schedule import Schedule, scheduled
 from flashgen.runtime.ops.attention.dropout import dropout_mask
+from flashgen.runtime.verify.expression_mods import ExpressionMods
+from flashgen.runtime.verify.reference import reference
 
 KERNELS = ("preprocess", "gradients", "postprocess")
 # Relative to the norm of the true gradient: P and dS are rounded to the element type, and each result is.
@@ -34,12 +38,14 @@ class Call:
     rest: tuple[int, int] = (0, 0)
     dlse: bool = False
     dropout_p: float = 0.0
+    params: Mapping[str, Any] = field(default_factory=dict)  # of the spec's expressions
 
 
-def check_backward(spec: Spec, call: Call, schedule: Schedule) -> None:
-    """AssertionError, with the figures, if a gradient is wrong or a row of one is not written."""
+def check_backward(spec: Spec, call: Call, schedule: Schedule, data: int | None = None) -> dict[str, Tensor]:
+    """The gradients and dq_accum. AssertionError, with the figures, if one is wrong or a row of one is not written.
+    `data`: the seed of the inputs, else the schedule's."""
     varlen, dtype = spec.kv_layout == "varlen", {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.dtype]
-    make = torch.Generator().manual_seed(schedule.seed)
+    make = torch.Generator().manual_seed(schedule.seed if data is None else data)
 
     def rows(side: int, heads: int, columns: int) -> Tensor:
         count = sum(pair[side] for pair in call.lengths) + call.rest[side]
@@ -60,13 +66,15 @@ def check_backward(spec: Spec, call: Call, schedule: Schedule) -> None:
                    for name, t in per_row.items()}
     shaped = {name: t if varlen or t.dim() == 1 else t.unflatten(0, (len(call.lengths), -1))
               for name, t in {**given, **made}.items()}
-    _launch(spec, call, {**shaped, **per_row}, schedule)
+    sums = _launch(spec, call, {**shaped, **per_row}, schedule)
     for name, truth in wanted.items():
         error = (made[name].double() - truth).norm() / truth.norm().clamp_min(1e-9)
         assert error < TOLERANCE[spec.dtype], f"{name}: relative error {error:.2e} of {call}, {schedule}"
+    return {**made, "dq_accum": sums}
 
 
-def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedule) -> None:
+def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedule) -> Tensor:
+    """The sums of dQ, as the last kernel finds them."""
     varlen = spec.kv_layout == "varlen"
     plans = [lower(spec.with_(kernel=kernel)) for kernel in KERNELS]
     axes = ("row", "head") if varlen else ("batch", "row", "head")
@@ -76,13 +84,20 @@ def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedu
     sizes = Sizes(len(call.lengths), seqlen_q, seqlen_kv, call.num_heads_q, call.num_heads_kv, spec.head_dim_qk**-0.5,
                   call.top_left, call.window, strides, call.dropout_p)
     program = program_of(plans[0], sizes, 4, *plans[1:])
+    values = {f"user_{name}": value for name, value in ExpressionMods.of(spec, call.params).values.items()}
+    tensors |= {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    program = program.with_values({name: value for name, value in values.items() if not isinstance(value, Tensor)})
+    sums = torch.zeros(program.buffer("dq_accum").shape)
     with scheduled(schedule):
-        EmulatedProgram(program, {plan.step: EmulatedKernel(plan, render(plan)) for plan in plans})(tensors)
+        EmulatedProgram(program.given({"dq_accum"}), {plan.step: EmulatedKernel(plan, render(plan)) for plan in plans})({**tensors, "dq_accum": sums})
+    return sums
 
 
 def _truth(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None
            ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """out in fp64, lse in fp32 and the gradients. Rows of no sequence have zeros."""
+    if changed(spec):
+        return _truth_of_expressions(spec, call, q, k, v, dout, dlse)
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     kept = dropout_mask(SEED, call.dropout_p, num_heads=call.num_heads_q, seqlen_q=len(q), cu_seqlens_q=torch.tensor(
         [0, *(pair[0] for pair in call.lengths)]).cumsum(0).int(), seqlen_kv=max(pair[1] for pair in call.lengths))
@@ -111,6 +126,27 @@ def _truth(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
     wanted = {name: torch.zeros_like(t) if t.grad is None else t.grad
               for name, t in zip(("dq", "dk", "dv"), leaves, strict=True)}
     return out.detach(), lse.detach().float(), wanted
+
+
+def _truth_of_expressions(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None
+                          ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The same by autograd of the fp64 reference."""
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    varlen, batch = spec.kv_layout == "varlen", len(call.lengths)
+    inputs = leaves if varlen else [t.unflatten(0, (batch, -1)) for t in leaves]
+    starts = [torch.tensor([0, *(pair[side] for pair in call.lengths)]).cumsum(0) for side in (0, 1)]
+    packed = {"cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1]} if varlen else {}
+    causal = ("top_left" if call.top_left else True) if spec.causal else False
+    out, lse = reference(*inputs, causal=causal, window=call.window if spec.window else UNBOUNDED,
+                         mods=ExpressionMods.of(spec, call.params), **packed)
+    if not varlen:
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
+    loss = (out * dout.double()).sum()
+    if dlse is not None:
+        loss = loss + torch.where(lse == -torch.inf, 0.0, lse * dlse.double()).sum()
+    loss.backward()
+    return out.detach(), lse.detach().float(), {name: t.grad for name, t in zip(("dq", "dk", "dv"), leaves, strict=True)
+                                               if t.grad is not None}
 
 
 def _seen(spec: Spec, call: Call, seqlen_q: int, seqlen_kv: int) -> Tensor:

@@ -215,19 +215,28 @@ def test_refusals() -> None:
     refused("deterministic", "deterministic is 3", lambda: flashgen.attention(x.q, x.k, x.v, deterministic=3))
     refused("return_lse", "return_lse is 7", lambda: flashgen.attention(q, k, v, return_lse=7))
     refused("deterministic", "fixed order", lambda: flashgen.attention_backward(*x.tensors, deterministic=True))
-    softcap = {"spec": "softcap", "causal": True}
-    refused("spec='softcap'", "has a score of its own", lambda: flashgen.attention(q, k, v, **softcap))
-    for more in ({"score": "score * 2.0"}, {"mask": "kv_pos <= q_pos"}, {"sink": "per_head"}, {"normalize": "none"}):
-        made = flashgen.variant(**more)
-        values = {"params": {"sink": torch.zeros(4)}} if "sink" in more else {}
-        refused("spec='variant variant'", f"has a {next(iter(more))} of its own",
-                lambda made=made, values=values: flashgen.attention(q, k, v, spec=made, **values))
-    refused("spec='softcap'", "has a score of its own", lambda: call(*x.tensors, spec="softcap", causal=True))
+    made = flashgen.variant("sigmoid(score)", normalize="none")
+    refused("spec='variant variant'", "without softmax", lambda: flashgen.attention(q, k, v, spec=made))
+    refused("spec='variant variant'", "without softmax", lambda: call(*x.tensors, spec=made))
 
 
 def test_a_variant_that_changes_nothing_has_its_gradient() -> None:
     x = PLAIN.make_inputs()
     assert all(map(torch.equal, backward(x, leaves(x), spec=flashgen.variant()), backward(x, leaves(x))))
+
+
+def test_parameters_go_with_the_call_to_its_gradients() -> None:
+    x, slope = PLAIN.make_inputs(), torch.rand(4)
+    made = flashgen.variant("scale * score - slope[head_q]", "q_pos - kv_pos < reach", params={
+        "scale": {"type": "float"}, "reach": {"type": "int"},
+        "slope": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q"]}})
+    values = {"scale": 0.5, "reach": 7, "slope": slope}
+    explicit = flashgen.attention_backward(*x.tensors, spec=made, params=values)
+    followed = backward(x, leaves(x), spec=made, params=values)
+    assert all(map(torch.equal, explicit, followed))
+    for launch in FakeKernel.launches:
+        assert launch["user_slope"] is slope and launch["values"] == {"user_scale": 0.5, "user_reach": 7}
+    assert {wanted.spec for wanted in FakeKernel.asked} == {made.handle}
 
 
 def test_deterministic_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,8 @@ def test_nothing_holds_a_call_that_is_gone() -> None:
 def test_refusals_of_graphs() -> None:
     torch._dynamo.reset()
     q, k, v = leaves(8)
-    for more in ({"out": torch.empty_like(q.detach())}, {"deterministic": True}, {"spec": "softcap", "causal": True}):
+    for more in ({"out": torch.empty_like(q.detach())}, {"deterministic": True},
+                 {"spec": "sigmoid", "params": {"bias": 0.0}}):
         with pytest.raises(UnsupportedError, match="gradient"):
             torch.compile(lambda more=more: flashgen.attention(q, k, v, **more), backend="aot_eager")()
     with torch.no_grad():

@@ -10,6 +10,7 @@ import torch
 from backward_kit import FakeKernel, fake_kernels
 from torch import Tensor
 
+from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import VerifyError
 from flashgen.runtime.ops.attention_backward import call, edges, op
 from flashgen.runtime.ops.attention_backward.problem import BackwardInputs, BackwardProblem, by_name
@@ -106,7 +107,8 @@ def subjects(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def make(layout: str, causal: bool = False, window: bool = False) -> Subject:
         spec: Any = SimpleNamespace(kv_layout=layout, causal=causal, window=window, head_dim_qk=16, head_dim_v=8,
-                                    dtype="bf16", variant="x", arch="sm_90", name="x", pass_="bwd")
+                                    dtype="bf16", variant="x", arch="sm_90", name="x", pass_="bwd",
+                                    score="none", mask="none", sink="none", normalize="softmax")
         return Subject(spec, "cpu", 3)
 
     yield make
@@ -191,3 +193,33 @@ def test_identities_tell(identity: str, change: Any, subjects: Any, monkeypatch:
     with pytest.raises(VerifyError):
         for problem in problems:
             op.IDENTITIES[identity](subject, problem)
+
+
+EXPRESSIONS: dict[str, dict[str, Any]] = {
+    "score": {"score": "0.7 * tanh(score) + bias[head_q, kv_pos] * score",
+              "params": {"bias": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q", 9]}}},
+    "mask": {"mask": "kv_pos <= q_pos and (q_pos - kv_pos < 5 or kv_pos == batch)"},
+    "sink": {"score": "score - 0.1 * abs(q_pos - kv_pos)", "sink": "per_head", "causal": True},
+    "constant": {"score": "0.5 * float(kv_pos % 3) + 0.0 * score", "mask": "kv_pos != 1"},
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+@pytest.mark.parametrize("problem", [PROBLEMS[1], VARLEN], ids=["dense", "varlen"])
+def test_truth_of_expressions(name: str, problem: BackwardProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(truth, "CHUNK_SCORES", 100)
+    spec = Spec(name="x", family="fa2", pass_="bwd", arch="sm_90", kernel="gradients", dtype="bf16",
+                kv_layout="varlen" if problem is VARLEN else "dense", head_dim_qk=problem.head_dim_qk,
+                head_dim_v=problem.head_dim_v, **EXPRESSIONS[name])
+    x = problem.make_inputs().with_mods(spec)
+    x = x.with_(causal=spec.causal)
+    leaves = [t.double().nan_to_num(0.0).requires_grad_() for t in (x.q, x.k, x.v)]
+    meaning = {name: value for name, value in x.meaning.items() if name != "dlse"}
+    out, lse = reference(*leaves, **meaning)
+    assert x.dlse is not None
+    loss = (out * x.dout.nan_to_num(0.0)).sum() + torch.where(lse.isneginf(), 0.0, lse * x.dlse.nan_to_num(0.0)).sum()
+    for found, right in zip(gradients(x.dout, x.q, x.k, x.v, **x.meaning), torch.autograd.grad(loss, leaves),
+                            strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+    found = gradients(x.dout, x.q, x.k, x.v, **x.meaning)
+    check({name: t.to(x.q.dtype) for name, t in by_name(found).items()}, x)

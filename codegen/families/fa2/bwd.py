@@ -11,16 +11,23 @@ from typing import TYPE_CHECKING, NamedTuple
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.families.fa2 import dropout
 from flashgen.codegen.families.fa2.bwd_tiles import BWD_TILES, BwdTileRow
+from flashgen.codegen.families.shared import backward_expressions as expressions
 from flashgen.codegen.families.shared.backward import GROUP_ROWS
 from flashgen.codegen.families.shared.backward_lower import gradient_params, gradient_sizes, gradient_strides
+from flashgen.codegen.families.shared.sums import turn_parts, turns_slot
 from flashgen.codegen.plan import Constant, Launch, Plan, Role, registers_per_thread_max
-from flashgen.codegen.slots import MASKS, mask_choice
+from flashgen.codegen.slots import tiled_as
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
 from flashgen.codegen.target import Target
 from flashgen.errors import PlanError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
+
+
+# Of a thread, where the spec has expressions, since any must compile: some registers of the plain kernel's 255 wait in
+# L1 while an expression is worked out, which costs less than narrower tiles would.
+SPILL_BYTES = 256
 
 
 class Shares(NamedTuple):
@@ -39,8 +46,8 @@ class Shares(NamedTuple):
 
 
 def lower_gradients(spec: Spec, target: Target) -> Plan:
-    mask = mask_choice(spec.causal, spec.window)
-    tile = BWD_TILES.find(target.name, mask, spec.head_dim_qk, spec.head_dim_v)
+    mask = expressions.mask_of(spec)
+    tile = BWD_TILES.find(target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v)
     if not target.features >= {"cp_async", "ldmatrix", "mma_sync"} or tile is None:
         raise PlanError(f"no fa2 backward tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256)")
@@ -54,21 +61,25 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         ("DS", tile_bytes(tile.n, tile.m), "dS of a step, keys as rows"),
         ("ROWS", tile.stages * 2 * 4 * tile.m, "-lse and -delta of each stage's queries"),
         ("WORK", 32, "which sequence, head and key tile this block has"),
-        ("TILES", 16, "the query tiles that see its keys"),
+        ("TILES", 48 if mask == "expression" else 16, "the query tiles that see its keys"),
     ))
     return Plan(
         variant=spec.variant, target=target.name, family="fa2", pass_="bwd", spec=spec.fields(),
         template="fa2/bwd.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, tile, shares, target),
-        slots=(("key_layout", spec.kv_layout), ("key_inputs", spec.kv_layout), ("queries", mask),
-               ("dq_order", "component"), *dropout.slots_of(spec)),
-        flags=dropout.flags_of(spec), params=(
-            *gradient_params(spec), *dropout.pointer_params(spec), *gradient_strides(spec), *gradient_sizes(spec),
-            *MASKS[mask], *dropout.scalar_params(spec)),
+        slots=(("key_layout", spec.kv_layout), ("key_inputs", spec.kv_layout), *expressions.slots_of(spec),
+               ("dq_order", "component"), ("steps", "classes" if mask == "expression" else "ranges"),
+               *turns_slot(spec, mask), *dropout.slots_of(spec)),
+        flags=(("tile_words", mask == "expression"), ("deterministic", spec.deterministic),
+               *expressions.flags_of(spec), *dropout.flags_of(spec)),
+        params=(*gradient_params(spec), *expressions.pointer_params(spec), *dropout.pointer_params(spec),
+                *gradient_strides(spec), *gradient_sizes(spec), *expressions.slot_params(spec),
+                *dropout.scalar_params(spec)),
         smem=smem, roles=(Role("mma", tile.warps),),
         launch=Launch(32 * tile.warps, tile.blocks_per_sm, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = n_tiles * num_heads_kv" + ("" if spec.kv_layout == "varlen" else " * batch")),
-        register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",))
+        register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
+        allowed_spill_bytes=SPILL_BYTES if spec.expressions else 0, expressions=expressions.printed(spec))
 
 
 def _shares(spec: Spec, tile: BwdTileRow) -> Shares:
@@ -117,6 +128,7 @@ def _constants(spec: Spec, tile: BwdTileRow, shares: Shares, target: Target) -> 
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v, dout and dv in device memory"),
         Constant("MMA_COLS_QK", round_up(spec.head_dim_qk, 16), "columns of the QK product and of the sums of dQ"),
         Constant("MMA_COLS_V", round_up(spec.head_dim_v, 16), "columns of dP's product: whole 16-column steps"),
+        *turn_parts(spec, tile.warps),
         Constant("SMEM_COLS_QK", smem_cols(spec.head_dim_qk), "columns stored of q and k: whole panels, surplus zero"),
         Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v and dout, likewise"),
     )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from flashgen.codegen.families.family import Option
 from flashgen.codegen.families.shared.kernels import KERNEL, Kernel, kernel_trait
+from flashgen.codegen.families.shared.sums import DETERMINISTIC, DETERMINISTIC_TRAIT, SUM_RULES
 from flashgen.codegen.spec.rule import Only, Rule, changed
 from flashgen.errors import SpecError
 
@@ -22,6 +23,7 @@ class Options:
     dropout: Annotated[bool, Option(
         "drop weights at random, with a probability that comes with each call; other calls never get such a kernel",
         short=lambda _: "dropout")] = False
+    deterministic: Annotated[bool, DETERMINISTIC] = False
     kernel: Annotated[Kernel | None, KERNEL] = None
 
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
         """A Spec of this family, as a type checker sees it."""
 
 
-TRAITS = (kernel_trait(None),)
+TRAITS = (DETERMINISTIC_TRAIT, kernel_trait(None))
 
 # What the backward pass takes of these fields: its kernel has one schedule for each tile.
 BACKWARD_ONLY = tuple(Only(name, (None,), "its tile table decides") for name in ("blocks_per_sm", "q_operand"))
@@ -44,4 +46,4 @@ def _dropout(spec: Spec) -> SpecError | None:
                      nearest="dropout: false")
 
 
-RULES = (Rule("`dropout: true` excludes `score`, `mask`, `sink` and `normalize`.", _dropout),)
+RULES = (*SUM_RULES, Rule("`dropout: true` excludes `score`, `mask`, `sink` and `normalize`.", _dropout),)

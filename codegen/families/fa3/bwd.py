@@ -11,6 +11,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.families.fa3 import bwd_wide
 from flashgen.codegen.families.fa3.bwd_params import gradients_params
 from flashgen.codegen.families.fa3.bwd_tiles import TILES, BwdRow
+from flashgen.codegen.families.shared.sums import turn_parts, turns_slot
 from flashgen.codegen.plan import Barrier, Constant, Launch, Plan, Region, Role, TensorMap
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
@@ -27,7 +28,7 @@ CONSUMERS = 2  # warpgroups
 REGISTERS = (24, 240)  # (load, mma) per thread of 64 Ki: dK, dV, S, dP and dS of 64 keys take more than 216
 BLOCK_BYTES = 64       # struct KeyBlock, at most
 DS_STAGES = 2          # dQ lags a step behind dS, so that a warpgroup may be half a step ahead of the other
-CONSUMERS_BARRIER, PHASE_BARRIER, SUMS_BARRIER = 1, 2, 4  # named barriers; turns take the one after PHASE, too
+CONSUMERS_BARRIER, PHASE_BARRIER = 1, 2  # named barriers; turns take the next one, too
 
 
 def lower_gradients(spec: Spec, target: Target) -> Plan:
@@ -46,9 +47,9 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         variant=spec.variant, target=target.name, family="fa3", pass_="bwd", spec=spec.fields(),
         template="fa3/bwd.cu.j2", element=DTYPES[spec.dtype].element, constants=_constants(spec, tile),
         slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask),
-               ("dq_order", "vector"), ("p_precision", tile.p_precision)),
-        flags=(("varlen", varlen), ("converts_dq", not varlen), ("masks_tiles", mask != "full"),
-               ("keeps_keys", mask == "full"),
+               ("dq_order", "vector"), ("p_precision", tile.p_precision), *turns_slot(spec, mask)),
+        flags=(("varlen", varlen), ("deterministic", spec.deterministic),
+               ("masks_tiles", mask != "full"), ("keeps_keys", mask == "full"),
                ("turns", tile.phase == "turns"), ("staggers", tile.phase != "turns"),
                ("staggers_after_ds", tile.phase == "after_ds"), ("staggers_after_dk", tile.phase == "after_dk"),
                ("scores_early", tile.order == "scores_early"), ("scores_late", tile.order == "scores_late")),
@@ -159,8 +160,7 @@ def _constants(spec: Spec, tile: BwdRow) -> tuple[Constant, ...]:
         Constant("LOAD_REGISTERS", REGISTERS[0], "per thread of the producer warpgroup"),
         Constant("MMA_REGISTERS", REGISTERS[1], "per consumer thread: what the producers leave of 64 Ki"),
         Constant("CONSUMERS_BARRIER", CONSUMERS_BARRIER, "the named barrier of both consumer warpgroups"),
-        *((Constant("SUMS_BARRIER", SUMS_BARRIER, "the named barrier of consumers and of the warps that add dQ"),)
-          if spec.kv_layout == "dense" else ()),
+        *turn_parts(spec, CONSUMERS),
         Constant("TURN_BARRIER", PHASE_BARRIER, "first of two named barriers, one per warpgroup: its turn to multiply")
         if tile.phase == "turns" else
         Constant("STAGGER_BARRIER", PHASE_BARRIER, "the named barrier at which the second warpgroup waits to start"),

@@ -8,22 +8,21 @@ from flashgen.codegen.families.shared.launch import is_varlen
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Number
 
-FLOAT_BYTES = 4
-CONVERTED_BYTES = 2 << 20  # of the dQ of a head, which one block rounds in 20 us: more would keep the others waiting
 WAVES_PER_SECTION = 2  # fastest of 1 to 16 heads a section on an H200, at 2k and 8k keys
 
 
 def grid(plan: Plan, values: Mapping[str, Number], num_sms: int) -> tuple[int, Mapping[str, Number]]:
     """Blocks of a call, and their order. Under a causal mask the key tiles of a head differ in length: sections of
-    heads have about two waves of blocks, the longest first. Else a section is a head."""
+    heads have about two waves of blocks, the longest first. Else a section is a head. Where blocks take turns, those of
+    a head come last key tile first, and sections have several heads under all masks: neighbours of a head had better
+    start one after the other."""
     heads = int(values["num_heads_kv"] * (1 if is_varlen(plan) else values["batch"]))
     n_tiles = max(int(values["n_tiles"]), 1)
     wanted = WAVES_PER_SECTION * -(-num_sms // n_tiles)
-    section = _section(heads, wanted) if plan.spec_value("causal") else 1
-    sums_of_head = int(values["m_tiles"]) * plan.constant("BLOCK_M") * plan.constant("MMA_COLS_QK") * FLOAT_BYTES
+    several = plan.spec_value("causal") or plan.spec_value("deterministic")
+    section = _section(heads, wanted) if several else 1
     return key_tiles(plan, values), {
-        "num_heads": heads, "heads_per_section": section, "section_blocks": section * n_tiles,
-        "converts_dq": int(not is_varlen(plan) and sums_of_head <= CONVERTED_BYTES)}
+        "num_heads": heads, "heads_per_section": section, "section_blocks": section * n_tiles}
 
 
 def _section(heads: int, wanted: int) -> int:

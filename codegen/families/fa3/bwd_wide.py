@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.families.fa3.bwd_params import gradients_params
+from flashgen.codegen.families.shared.sums import turn_parts, turns_slot
 from flashgen.codegen.plan import Barrier, Constant, Launch, Plan, Region, Role, TensorMap
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.smem import ELEMENT_BYTES, layout_regions, round_up
@@ -53,8 +54,8 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         template="fa3/bwd_wide.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, p_precision, p_stages),
         slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask),
-               ("dq_order", "vector"), ("p_precision", p_precision)),
-        flags=(("varlen", varlen), ("converts_dq", not varlen), ("masks_tiles", True)),
+               ("dq_order", "vector"), ("p_precision", p_precision), *turns_slot(spec, mask)),
+        flags=(("varlen", varlen), ("deterministic", spec.deterministic), ("masks_tiles", True)),
         params=gradients_params(spec, mask), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),
@@ -146,6 +147,7 @@ def _constants(spec: Spec, p_precision: str, p_stages: int) -> tuple[Constant, .
         Constant("LOAD_REGISTERS", load_registers, "per thread of the producer warpgroup"),
         Constant("MMA_REGISTERS", mma_registers, "per consumer thread: what the producers leave of 64 Ki"),
         Constant("CONSUMERS_BARRIER", CONSUMERS_BARRIER, "the named barrier of both consumer warpgroups"),
+        *turn_parts(spec, CONSUMERS * WARPGROUP_WARPS),
     )
 
 

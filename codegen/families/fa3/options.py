@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from flashgen.codegen.families.family import Option, Trait
 from flashgen.codegen.families.shared.kernels import KERNEL, Kernel, kernel_trait
+from flashgen.codegen.families.shared.sums import DETERMINISTIC, DETERMINISTIC_TRAIT, SUM_RULES
 from flashgen.codegen.spec.rule import Only, Rule, changed, nearest_number, shown
 from flashgen.codegen.warpgroup import MAX_WARPGROUPS, WARPGROUP_ROWS, WARPGROUP_WARPS
 from flashgen.errors import SpecError
@@ -29,6 +30,7 @@ class Options:
     pack_gqa: Annotated[bool, Option(
         "the query heads of a kv head, 64 at most, share query tiles: for few queries, so that keys are read once",
         short="packed".format)] = False
+    deterministic: Annotated[bool, DETERMINISTIC] = False
     kernel: Annotated[Kernel | None, KERNEL] = None
 
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 TRAITS = (
     Trait("pack_gqa", False, lambda wanted: (False,) if wanted is None else (wanted, not wanted)),
     Trait("split", False, lambda wanted: (wanted, not wanted)),
+    DETERMINISTIC_TRAIT,
     kernel_trait(None),
 )
 
@@ -49,6 +52,8 @@ TRAITS = (
 BACKWARD_ONLY = (
     *(Only(name, (None,), "its tile table decides") for name in ("q_stages", "p_operand", "schedule")),
     *(Only(name, (False,), "its tiles are tiles of keys") for name in ("split", "pack_gqa")),
+    *(Only(name, ("none",), "fa2's kernels serve it") for name in ("score", "mask", "sink")),
+    Only("align", ("bottom_right",), "fa2's kernels serve it"),
 )
 
 _MMA_WARPS = tuple(WARPGROUP_WARPS * count for count in range(1, MAX_WARPGROUPS + 1))
@@ -117,6 +122,7 @@ def _words(numbers: tuple[int, ...]) -> str:
 
 
 RULES = (
+    *SUM_RULES,
     Rule(f"`roles.mma` is {_words(_MMA_WARPS)}: whole warpgroups.", _warps),
     Rule(f"`tile.m` is {WARPGROUP_ROWS} for each mma warpgroup: {_words(_TILE_ROWS)}.", _tile),
     Rule("`schedule: pingpong` needs two mma warpgroups or more.", _turns),

@@ -12,8 +12,9 @@ from typing import Any
 
 from flashgen.codegen.families.family import Pass
 from flashgen.codegen.families.shared.kernels import named
-from flashgen.codegen.families.shared.launch import MAX_GRID_X, Sizes, is_varlen, smallest_call, tiled_values
+from flashgen.codegen.families.shared.launch import LOG2_E, MAX_GRID_X, Sizes, is_varlen, smallest_call, tiled_values
 from flashgen.codegen.families.shared.loops import KvLoop
+from flashgen.codegen.families.shared.sums import TURN_PARTS
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Buffer, Number, Program, Step
 from flashgen.codegen.spec.rule import Only
@@ -23,15 +24,11 @@ GROUP_ROWS = 64  # rows of dQ that lie together in dq_accum: what a warpgroup's 
 
 ONLY = (
     Only("lse", (True,), "it reads lse"),
-    Only("batch_invariant", (False,), "the blocks of a request add to dQ in any order"),
-    Only("align", ("bottom_right",), "it has no expressions yet"),
-    Only("normalize", ("softmax",), "it has no expressions yet"),
-    *(Only(name, ("none",), "it has no expressions yet") for name in ("score", "mask", "sink")),
+    Only("normalize", ("softmax",), "it recomputes P from lse"),
     *(Only(name, (None,), "its tile table decides") for name in ("tile", "stages", "roles")),
 )
 
-# From the gradients' plan, values of the call and SMs to more values of that kernel, and its number of blocks. A value
-# `converts_dq` that is not 0 says that it ends dQ itself, so that there is no postprocess.
+# From the gradients' plan, values of the call and SMs to more values of that kernel, and its number of blocks.
 Grid = Callable[[Plan, Mapping[str, Number], int], tuple[int, Mapping[str, Number]]]
 
 
@@ -68,11 +65,17 @@ def _one_block_per_tile(plan: Plan, values: Mapping[str, Number], num_sms: int) 
 def _launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int, grid: Grid) -> Program:
     """The program of a backward call: a step for each of the given plans. UnsupportedError if a grid is too large."""
     plan = next(iter(plans.values()))
+    in_turns = {bool(each.spec_value("deterministic")) for each in plans.values()}
+    if len(in_turns) > 1:
+        raise UnsupportedError("kernels of one call differ in `deterministic`", where=plan.kernel_name,
+                               allowed="all of them true, or all false", next="a spec file or bundle that has both")
     block_m, block_n, varlen = plan.constant("BLOCK_M"), plan.constant("BLOCK_N"), is_varlen(plan)
     values = tiled_values(plan, block_m, sizes)
     values["n_tiles"] = sizes.seqlen_kv // block_n + sizes.batch + 1 if varlen else -(-sizes.seqlen_kv // block_n)
     q_tiles = int(values["m_tiles"]) * (1 if varlen else sizes.batch)
     values["q_tiles"] = q_tiles
+    if any(("score_slope", "expression") in each.slots for each in plans.values()):
+        values["scale_log2"] = LOG2_E  # scores come in natural units
     groups = q_tiles * sizes.num_heads_q * (block_m // GROUP_ROWS)
     if max(groups, key_tiles(plan, values)) > MAX_GRID_X:
         raise UnsupportedError(f"{groups} tiles of {GROUP_ROWS} queries, {key_tiles(plan, values)} of {block_n} keys",
@@ -81,14 +84,12 @@ def _launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int, grid: Grid) -
                if param.name.endswith("_batch_stride") and varlen}
     blocks = {"preprocess": q_tiles * sizes.num_heads_q, "postprocess": groups}
 
-    steps, heads = [], 0  # those that count the blocks which have arrived
-    for name, each in plans.items():
-        grid_x, more = (blocks[name], {}) if name in blocks else grid(each, values, num_sms)
-        if more.get("converts_dq"):
-            heads = sizes.batch * sizes.num_heads_kv
-        steps.append(Step(name, grid_x, each.launch.threads, {**values, **more}))
+    def step(name: str, plan: Plan) -> Step:
+        grid_x, more = (blocks[name], {}) if name in blocks else grid(plan, values, num_sms)
+        return Step(name, grid_x, plan.launch.threads, {**values, **more})
+
     rows, columns = q_tiles * block_m, -(-int(str(plan.spec_value("head_dim_qk"))) // 16) * 16
-    return Program(tuple(step for step in steps if not (heads and step.kernel == "postprocess")), (
+    return Program(tuple(step(*item) for item in plans.items()), (
         Buffer("neg_lse", "f32", (sizes.num_heads_q, rows)), Buffer("neg_delta", "f32", (sizes.num_heads_q, rows)),
         Buffer("dq_accum", "f32", (sizes.num_heads_q, rows, columns)),
-        Buffer("arrived_blocks", "i32", (heads,), "counters")))
+        *(Buffer("turns", "i32", (sizes.num_heads_q, q_tiles, plan.constant(TURN_PARTS))) for each in in_turns if each)))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.families.shared.backward import GROUP_ROWS
+from flashgen.codegen.families.shared.sums import TURN_PARTS, turns_params
 from flashgen.codegen.plan import Constant, Launch, Param, Plan, Region, Role
 from flashgen.codegen.slots import LAYOUTS
 from flashgen.codegen.smem import round_up, smem_cols, tile_bytes
@@ -50,7 +51,7 @@ def gradient_params(spec: Spec) -> tuple[Param, ...]:
         Param("k", "element_ptr", f"[{rows_kv}, num_heads_kv, head_dim_qk]"),
         Param("v", "element_ptr", f"[{rows_kv}, num_heads_kv, head_dim_v]"),
         Param("dout", "element_ptr", f"[{rows_q}, num_heads_q, head_dim_v]"),
-        *workspace_params(("dq_accum",)),
+        *workspace_params(("dq_accum",)), *turns_params(spec),
         Param("dk", "element_out", "as k"), Param("dv", "element_out", "as v"), *LAYOUTS[spec.kv_layout])
 
 
@@ -71,7 +72,8 @@ def gradient_sizes(spec: Spec) -> tuple[Param, ...]:
         Param("m_tiles", "divisor", f"query tiles {per}"),
         Param("n_tiles", "divisor", f"key tiles {per}"),
         Param("q_tiles", "i32", "query tiles per head, of all sequences"),
-        Param("scale_log2", "f32", "softmax_scale * log2(e)"),
+        Param("scale_log2", "f32", "softmax_scale * log2(e)" if spec.expressions.score is None
+              else "log2(e), since the expression gives natural units"),
         Param("softmax_scale", "f32", "of dK; scores have it in scale_log2"),
     )
 
@@ -103,7 +105,7 @@ def _preprocess(spec: Spec, gradients: Plan) -> Plan:
               Param("dout", "element_ptr", f"[{rows_q}, num_heads_q, head_dim_v]"),
               Param("lse", "f32_ptr", f"{lse}, {_LSE}"),
               Param("dlse", "f32_ptr", f"{lse}, the gradient of lse; null: none"),
-              *workspace_params(("neg_lse", "neg_delta", "dq_accum")))
+              *workspace_params(("neg_lse", "neg_delta", "dq_accum")), *turns_params(spec))
     return _around(spec, gradients, constants, params, ("out", "dout"), (), threads,
                    (), "x = q_tiles * num_heads_q")
 
@@ -130,7 +132,8 @@ def _around(spec: Spec, gradients: Plan, constants: tuple[Constant, ...], params
         Constant("BLOCK_M", gradients.constant("BLOCK_M"), "query rows of a tile: the gradients kernel's"),
         Constant("BLOCK_N", gradients.constant("BLOCK_N"), "keys of a tile there"),
         Constant("MMA_COLS_QK", round_up(spec.head_dim_qk, 16), "columns of dq_accum: whole 16-column steps"),
-        Constant("NUM_THREADS", threads, f"{threads // 32} warps"))
+        Constant("NUM_THREADS", threads, f"{threads // 32} warps"),
+        *(constant for constant in gradients.constants if constant.name == TURN_PARTS))
     strides = tuple(Param(f"{t}_{axis}_stride", "i64", "elements") for t in tensors
                     for axis in ("batch", "row", "head"))
     sizes = (*_lengths(spec)[:2], Param("num_heads_q", "divisor", "query heads"),
@@ -138,9 +141,10 @@ def _around(spec: Spec, gradients: Plan, constants: tuple[Constant, ...], params
              Param("q_tiles", "divisor", "query tiles per head, of all sequences"))
     if spec.kernel == "postprocess":
         sizes += Param("softmax_scale", "f32", "of dQ"),
+    flags = (("deterministic", spec.deterministic),) if spec.kernel == "preprocess" else ()
     return replace(
         gradients, variant=spec.variant, spec=spec.fields(), template=f"backward/{spec.kernel}.cu.j2",
-        constants=(*tiles, *constants), slots=(("row_tile", spec.kv_layout), *slots), flags=(),
+        constants=(*tiles, *constants), slots=(("row_tile", spec.kv_layout), *slots), flags=flags,
         params=(*params, *LAYOUTS[spec.kv_layout][:1], *strides, *sizes), smem=smem,
         roles=(Role(str(spec.kernel), threads // 32),),
         launch=Launch(threads, 1, smem[-1].size_bytes if smem else 0, grid), tensor_maps=(), barriers=(),

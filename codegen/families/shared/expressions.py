@@ -76,14 +76,19 @@ def gathers(spec: Spec) -> bool:
                for node in walk(hoist(tree).rest))
 
 
+def quick(tree: Expr) -> Expr:
+    """What gives nearly the same number as a score expression in fewer instructions."""
+    return _with_reciprocals(_with_distances(tree))
+
+
 def _printed(slot: str, tree: Expr) -> Expression:
     bounds = interval(tree) if slot == "mask" else None
     if bounds:
         return Expression(slot, tree.text, first=bounds.first, last=bounds.last)
-    quick = _with_reciprocals(_with_distances(tree)) if slot == "score" else tree  # a mask's last bit decides
-    hoisted = hoist(quick)
+    made = quick(tree) if slot == "score" else tree  # a mask's last bit decides
+    hoisted = hoist(made)
     found = Expression(slot, tree.text, _parts(hoisted.uniform), _parts(hoisted.row), _parts(hoisted.column),
-                       to_cuda(hoisted.rest, KERNEL_NAMES), to_cuda(quick, KERNEL_NAMES))
+                       to_cuda(hoisted.rest, KERNEL_NAMES), to_cuda(made, KERNEL_NAMES))
     if slot == "score":
         return found
     of_tiles = tile_class(tree, KERNEL_NAMES)

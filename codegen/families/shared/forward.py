@@ -23,4 +23,5 @@ ONLY = (
 def forward(lower: Callable[[Any, Any], Any], launch: Callable[[Mapping[str, Plan], Any, int], Program],
             loops: Callable[[Plan], tuple[KvLoop, ...]], prefer: Prefer | None = None) -> Pass:
     return Pass("fwd", "attention", "many queries", lower, launch, smallest_call,
-                lazily("flashgen.codegen.explain.text", "explain_attention"), prefer=prefer, loops=loops)
+                lazily("flashgen.codegen.explain.text", "explain_attention"), prefer=prefer, loops=loops,
+                only=(Only("deterministic", (False,), "its results always have the same bits"),))

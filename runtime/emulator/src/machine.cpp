@@ -20,6 +20,7 @@ constexpr double SWITCH_WARP = 0.125;  // after all lanes of a warp have had the
 constexpr double YIELD = 0.05;         // in a PTX wrapper, under the random policy
 constexpr double STEP_ASYNC = 0.1;     // between two turns of warps, under the random policy
 constexpr size_t MAX_RESIDENT = 64;
+constexpr size_t START_WINDOW = 32;    // clusters whose order of starts the policy chooses
 constexpr int MAX_IDLE_POLLS = 10000;
 constexpr auto BEAT = std::chrono::milliseconds(200);
 
@@ -212,9 +213,11 @@ bool Machine::step_async() {
   return false;
 }
 
+static size_t most_resident() { return std::min<size_t>(machine.launch->most_resident, MAX_RESIDENT); }
+
 // More blocks become resident: the ones that are cannot go on, and may wait for others.
 bool Machine::grow() {
-  if (next_cluster_ >= order_.size() || resident.size() + launch->cluster > MAX_RESIDENT) return false;
+  if (next_cluster_ >= order_.size() || resident.size() + launch->cluster > most_resident()) return false;
   const int slot = static_cast<int>(resident.size());
   resident.resize(resident.size() + launch->cluster);
   start_cluster(slot);
@@ -248,15 +251,19 @@ void Machine::prepare_run() {
   trace.start(launch->costs, launch->traced_block, static_cast<uint32_t>((threads + WARP_SIZE - 1) / WARP_SIZE));
   order_.resize(launch->grid[0] * launch->grid[1] * launch->grid[2] / launch->cluster);
   for (uint32_t i = 0; i < order_.size(); ++i) order_[i] = i;
-  if (policy == Policy::LAZY) std::reverse(order_.begin(), order_.end());
-  if (policy == Policy::RANDOM) {
-    for (size_t i = order_.size(); i > 1; --i) std::swap(order_[i - 1], order_[random() % i]);
+  // As on a GPU, no block starts long before those of lower indices: kernels may wait for these.
+  for (size_t first = 0; first < order_.size(); first += START_WINDOW) {
+    const size_t count = std::min(START_WINDOW, order_.size() - first);
+    uint32_t* const window = order_.data() + first;
+    if (policy == Policy::LAZY) std::reverse(window, window + count);
+    if (policy != Policy::RANDOM) continue;
+    for (size_t i = count; i > 1; --i) std::swap(window[i - 1], window[random() % i]);
   }
   for (const auto& cta : resident) {
     if (cta != nullptr) cta->shadow.reset(0, State::UNINITIALISED);
   }
   resident.clear();
-  const size_t clusters = std::max<size_t>(std::min<size_t>(launch->resident, MAX_RESIDENT) / launch->cluster, 1);
+  const size_t clusters = std::max<size_t>(std::min<size_t>(launch->resident, most_resident()) / launch->cluster, 1);
   resident.resize(launch->cluster * std::min(clusters, order_.size()));
   for (size_t slot = 0; slot < resident.size(); slot += launch->cluster) start_cluster(static_cast<int>(slot));
 }

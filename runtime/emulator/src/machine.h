@@ -191,6 +191,7 @@ struct Launch {  // mirrored in runtime/emulator/worker.py
   uint32_t cluster;    // blocks in one
   uint32_t registers;  // of each thread at the start
   uint32_t resident;   // blocks at a time, more if those cannot go on without them
+  uint32_t most_resident;
   uint64_t seed;
   uint32_t policy;
   uint32_t num_buffers;

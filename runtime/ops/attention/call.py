@@ -11,6 +11,7 @@ from torch import Tensor
 from flashgen.codegen.families.registry import program_of
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import RAW_ERRORS, check_unread, pair
+from flashgen.runtime.ops.attention.bound import UNBOUND, bound_parameters, bound_to_call
 from flashgen.runtime.ops.attention.checks import (
     CAUSAL_CODES,
     WINDOW_ALLOWED,
@@ -20,7 +21,7 @@ from flashgen.runtime.ops.attention.checks import (
     read_deterministic,
     side,
 )
-from flashgen.runtime.ops.attention.dropout import Bound, taken_off, with_dropout
+from flashgen.runtime.ops.attention.dropout import taken_off
 from flashgen.runtime.ops.attention.gradient import with_gradient
 from flashgen.runtime.ops.attention.signature import ATTENTION
 from flashgen.runtime.ops.attention.sizes import check_values, mappable, named_strides, read_call
@@ -29,11 +30,7 @@ from flashgen.runtime.ops.signature import Options, Tensors
 from flashgen.runtime.ops.tensors import check_out, is_aligned, scale_number
 
 if TYPE_CHECKING:
-    import torch
-
-    from flashgen.codegen.families.shared.launch import Sizes
     from flashgen.codegen.spec.spec import Spec
-    from flashgen.runtime.ops.attention.parameters import Parameters
     from flashgen.runtime.select.variant import Variant
 
 
@@ -70,7 +67,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False, wi
 
     A row that sees no key gets out 0 and lse -inf; so do rows after the last sequence. q, k or v whose last dimension
     is not contiguous or whose rows are not 16-byte aligned are copied first. Any stride is fine otherwise.
-    Autograd follows the call through out and lse, once. Specs that change scores have no gradients yet.
+    Autograd follows the call through out and lse, once; with a spec, too, unless that has normalize: none.
 
     Raises UnsupportedError for what no kernel does, SpecError and PlanError for a spec that cannot be built,
     CompileError and EnvironmentError_ where building or loading fails.
@@ -86,9 +83,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False, wi
         window = pair("window", window, WINDOW_ALLOWED)
     if max_seqlen_q is not None or max_seqlen_kv is not None:
         check_unread(max_seqlen_q, max_seqlen_kv)
-    text, ints, floats, extra = _UNBOUND
+    text, ints, floats, extra = UNBOUND
     if spec is not None or params is not None or type(dropout_p) is not float or dropout_p:
-        text, ints, floats, extra = _bound(spec, params, dropout_p, dropout_seed, q.device)
+        text, ints, floats, extra = bound_to_call(spec, params, dropout_p, dropout_seed, q.device)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_kv
     options = code, window[0], window[1], softmax_scale, text, ints, floats
     if followed:
@@ -97,26 +94,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False, wi
         read_deterministic(deterministic)
     out, lse = front.call(OPERATION, tensors, options, extra, out, return_lse)
     return out if lse is None else (out, lse)
-
-
-_UNBOUND: Bound = ("", (), (), ())
-
-
-def _bound(spec: Any, params: Any, dropout_p: Any, dropout_seed: Tensor | None, device: torch.device) -> Bound:
-    found = _UNBOUND
-    if spec is not None or params is not None:
-        from flashgen.runtime.ops.attention.parameters import bound_to  # bundles serve without specs
-
-        found = bound_to(spec, params)
-    return with_dropout(found, dropout_p, dropout_seed, device)
-
-
-def _parameters(bound: Bound, sizes: Sizes, varlen: bool, device: torch.device) -> Parameters:
-    if bound == _UNBOUND:
-        return "", {}, (), False
-    from flashgen.runtime.ops.attention.parameters import read_parameters
-
-    return read_parameters(bound[0], bound[1:], sizes, varlen, device)
 
 
 class Attention(front.Operation):
@@ -135,8 +112,8 @@ class Attention(front.Operation):
         varlen = cu_q is not None
         check_values(*call.tensors, window=(left, right), scale=scale)
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION.name)
-        bound, dropout_p = taken_off((text, ints, floats, call.extra), q.device)
-        handle, scalars, names, has_sink = _parameters(bound, sizes, varlen, q.device)
+        text, bound, dropout_p = taken_off(text, (ints, floats, call.extra), q.device)
+        handle, scalars, names, has_sink = bound_parameters(text, bound, sizes, varlen, q.device)
         out_shape = ATTENTION.shapes(call.tensors, call.options)[0]
         if call.out is not None:
             check_out(call.out, out_shape, q)

@@ -41,15 +41,6 @@ def read_deterministic(value: Any) -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def check_deterministic(deterministic: bool) -> None:
-    """UnsupportedError where gradients that are the same each time are asked for."""
-    if deterministic:
-        raise UnsupportedError(
-            "deterministic gradients are asked for, and no backward kernel adds in a fixed order yet",
-            where="deterministic", allowed="False, or None without torch.use_deterministic_algorithms(True)",
-            next="deterministic=False")
-
-
 def causal_code(causal: Any) -> int:
     """What CAUSAL_CODES says, also of numbers of other types."""
     allowed = " or ".join(repr(name) for name in CAUSAL_CODES)

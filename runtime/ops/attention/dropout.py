@@ -27,16 +27,17 @@ _SEEDS = 2**62  # torch.randint counts in 63 bits
 # The end of the text that names the spec of a call with dropout. The probability is then the first of the call's floats
 # and the seed the first of the extra tensors, so that the torch ops need no arguments of their own for it.
 MARK = "\ndropout"
-Bound = tuple[str, tuple[int, ...], tuple[float, ...], tuple[Tensor, ...]]  # as parameters.bound_to gives it
+Bound = tuple[tuple[int, ...], tuple[float, ...], tuple[Tensor, ...]]
+Named = tuple[str, tuple[int, ...], tuple[float, ...], tuple[Tensor, ...]]  # as parameters.bound_to gives it
 
 
-def with_dropout(bound: Bound, dropout_p: Any, seed: Tensor | None, device: torch.device) -> Bound:
+def with_dropout(named: Named, dropout_p: Any, seed: Tensor | None, device: torch.device) -> Named:
     """The text and the parameters of a call with dropout. Without a seed, one is drawn. Unchanged for a probability
     of 0. UnsupportedError for what is none."""
-    text, ints, floats, extra = bound
+    text, ints, floats, extra = named
     p = probability(dropout_p)
     if p == 0:
-        return bound
+        return named
     if seed is None:
         seed = draw_seed(device)
     else:
@@ -44,13 +45,13 @@ def with_dropout(bound: Bound, dropout_p: Any, seed: Tensor | None, device: torc
     return text + MARK, ints, (p, *floats), (seed, *extra)
 
 
-def taken_off(bound: Bound, device: torch.device) -> tuple[Bound, float]:
+def taken_off(text: str, bound: Bound, device: torch.device) -> tuple[str, Bound, float]:
     """What with_dropout was given: the text and the parameters of the spec, and the probability; 0 without dropout."""
-    text, ints, floats, extra = bound
     if not text.endswith(MARK):
-        return bound, 0.0
+        return text, bound, 0.0
+    ints, floats, extra = bound
     check_seed(extra[0], device)
-    return (text.removesuffix(MARK), ints, floats[1:], extra[1:]), checked(floats[0])
+    return text.removesuffix(MARK), (ints, floats[1:], extra[1:]), checked(floats[0])
 
 
 def probability(value: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import flag
-from flashgen.runtime.ops.attention.checks import check_deterministic, read_deterministic
+from flashgen.runtime.ops.attention.checks import read_deterministic
 from flashgen.runtime.ops.attention.dropout import MARK
 from flashgen.runtime.ops.attention_backward.call import gradients, refused_later
 from flashgen.runtime.ops.signature import Options, Signature, Tensors
@@ -39,9 +39,9 @@ class _Followed(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         causal, left, right, scale, spec, ints, floats = ctx.options
-        dq, dk, dv = gradients(
-            (dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
-            (causal, left, right, scale, spec, ctx.deterministic, ints, floats), tuple(extra), numbers)
+        dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
+                               (causal, left, right, scale, spec, ctx.deterministic, ints, floats), tuple(extra),
+                               numbers)
         return None, None, None, dq, dk, dv, None, None, *(None for _ in extra)
 
 
@@ -53,8 +53,8 @@ def with_gradient(op: front.Operation, tensors: Tensors, options: Options, extra
                   out: Tensor | None, want_lse: Any, deterministic: Any) -> Tensor | tuple[Tensor, Tensor]:
     """A call that autograd follows: its out, or (out, lse). UnsupportedError for what has no gradient."""
     same_bits = read_deterministic(deterministic)
-    if same_bits or options[_SPEC]:
-        _check(options, same_bits)
+    if options[_SPEC]:
+        _check(options)
     if out is not None:
         raise UnsupportedError("a gradient is asked for, and autograd follows no result that is written into `out`",
                                where="out", allowed="None where q, k or v requires a gradient",
@@ -80,16 +80,15 @@ def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[],
     refuse_wrapped(**{arg.name: t for arg, t in zip(signature.tensors, tensors, strict=True)})
     deterministic = read_deterministic(None)
     try:
-        _check(options, deterministic)
+        _check(options)
     except UnsupportedError as error:
         return refused_later(error, run, (*tensors, *extra))
     return _follow(run, options, deterministic, *tensors, *extra)
 
 
-def _check(options: Options, deterministic: bool) -> None:
+def _check(options: Options) -> None:
     """UnsupportedError where the options have no gradient."""
-    check_deterministic(deterministic)
     if text := options[_SPEC].removesuffix(MARK):
-        from flashgen.runtime.ops.attention.parameters import check_unchanged  # bundles serve without specs
+        from flashgen.runtime.ops.attention.parameters import check_differentiable  # bundles serve without specs
 
-        check_unchanged(text)
+        check_differentiable(text)

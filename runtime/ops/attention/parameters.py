@@ -44,24 +44,29 @@ def specs_of(text: str) -> tuple[str, tuple[Spec, ...]]:
     return handle, () if isinstance(found, Variant) else found
 
 
-def change_of(text: str) -> str | None:
-    """The field by which the spec of a call makes it another attention than softmax's of plain scores, if it does."""
+def is_changed(text: str) -> bool:
+    """Whether the spec of a call makes it another attention than softmax's of plain scores."""
+    return any(changed(spec) is not None for spec in _fields_of(text))
+
+
+def has_softmax(text: str) -> bool:
+    return all(spec.normalize == "softmax" for spec in _fields_of(text))
+
+
+has_softmax.__dict__["_dynamo_marked_constant"] = True  # torch.compile calls it while it traces
+
+
+def _fields_of(text: str) -> tuple[Any, ...]:
     found = registry._open(text.rpartition(SEPARATOR)[0])
-    specs: tuple[Any, ...] = (SimpleNamespace(**found.fields),) if isinstance(found, Variant) else found
-    return next(filter(None, map(changed, specs)), None)
+    return (SimpleNamespace(**found.fields),) if isinstance(found, Variant) else found
 
 
-change_of.__dict__["_dynamo_marked_constant"] = True  # torch.compile calls it while it traces
-
-
-def check_unchanged(text: str) -> None:
-    """UnsupportedError for the gradient of a call whose spec is not softmax attention of plain scores."""
-    if field := change_of(text):
-        handle = text.rpartition(SEPARATOR)[0]
-        raise UnsupportedError(f"a gradient is asked for, and {title(handle)} has a {field} of its own, which no "
-                               f"backward kernel knows yet", where=f"spec={title(handle)!r}",
-                               allowed="specs without score, mask, sink and normalize",
-                               next="leave spec out, or call it under torch.no_grad()")
+def check_differentiable(text: str) -> None:
+    """UnsupportedError for the gradient of a call whose spec has no backward kernels."""
+    if not has_softmax(text):
+        where = f"spec={title(text.rpartition(SEPARATOR)[0])!r}"
+        raise UnsupportedError("a gradient is asked for of attention without softmax, which no backward kernel knows",
+                               where=where, allowed="specs with normalize: softmax", next="torch.no_grad()")
 
 
 def read_parameters(text: str, bound: Bound, sizes: Sizes, varlen: bool, device: torch.device) -> Parameters:

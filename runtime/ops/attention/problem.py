@@ -164,7 +164,7 @@ class Inputs:
             del found["params"]
         return found
 
-    def with_mods(self, spec: Spec, params: Mapping[str, Any] | None = None, seed: int = 0) -> Inputs:
+    def with_mods(self, spec: Spec, params: Mapping[str, Any] | None = None, seed: int = 0) -> Self:
         """The same call of a spec with expressions; values for its parameters are drawn where none are given."""
         from flashgen.runtime.verify.expression_mods import ExpressionMods, sample_params
 

@@ -1,7 +1,7 @@
 """flashgen.attention_backward: what it refuses, which kernels serve it, what they launch. The rest is front.py's."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,10 @@ from flashgen.codegen.families.registry import op_of, program_of
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import check_unread, flag, pair, require_tensors
+from flashgen.runtime.ops.attention.bound import UNBOUND, bound_parameters
 from flashgen.runtime.ops.attention.checks import (
     WINDOW_ALLOWED,
     causal_code,
-    check_deterministic,
     check_pair,
     check_qkv,
     read_deterministic,
@@ -45,8 +45,8 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
                        softmax_scale: float | None = None, cu_seqlens_q: Tensor | None = None,
                        cu_seqlens_kv: Tensor | None = None, max_seqlen_q: int | None = None,
                        max_seqlen_kv: int | None = None, deterministic: bool | None = None,
-                       spec: str | Path | Spec | Variant | None = None, dropout_p: float = 0.0,
-                       dropout_seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                       spec: str | Path | Spec | Variant | None = None, params: Mapping[str, Any] | None = None,
+                       dropout_p: float = 0.0, dropout_seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous, of an attention call: the explicit form of what autograd does for flashgen.attention.
 
     Args:
@@ -57,7 +57,7 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
         max_seqlen_q, max_seqlen_kv: accepted for callers that have them.
         deterministic: whether the same call gives the same bits each time. By default as
             torch.are_deterministic_algorithms_enabled() says.
-        spec: a spec file of backward kernels, or the name of a shipped one. One of forward kernels alone says nothing.
+        spec, params: as flashgen.attention takes them, or a spec of backward kernels.
         dropout_p, dropout_seed: those of the forward call.
 
     Rows that see no key, keys that no query sees, and rows after the last sequence get zeros. The inputs that the
@@ -66,11 +66,11 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     if type(window) is not tuple or len(window) != 2:
         window = pair("window", window, WINDOW_ALLOWED)
     check_unread(max_seqlen_q, max_seqlen_kv)
-    text = ""
-    if spec is not None:
+    text, ints, floats, extra = UNBOUND
+    if spec is not None or params is not None:
         from flashgen.runtime.ops.attention.parameters import bound_to  # bundles serve without specs
 
-        text, *_ = bound_to(spec, None)
+        text, ints, floats, extra = bound_to(spec, params)
     require_tensors(False, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
     require_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
     check_pair(cu_seqlens_q, cu_seqlens_kv)
@@ -78,9 +78,10 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     if dropout_seed is None and probability(dropout_p):
         raise UnsupportedError("dropout_p without the seed of the forward call", where="dropout_seed",
                                allowed="the dropout_seed that flashgen.attention was given")
-    text, ints, floats, extra = with_dropout((text, (), (), ()), dropout_p, dropout_seed, q.device)
-    options = (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), ints, floats)
-    return gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv), options, extra)
+    text, ints, floats, extra = with_dropout((text, ints, floats, extra), dropout_p, dropout_seed, q.device)
+    return gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
+                     (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), ints,
+                      floats), extra)
 
 
 def gradients(tensors: Tensors, options: Options, extra: tuple[Tensor, ...], numbers: Tensor | None = None
@@ -149,12 +150,12 @@ class AttentionBackward(front.Operation):
         dout, q, k, v, out, _, _, cu_q, cu_kv = call.tensors
         causal, left, right, scale, text, deterministic, ints, floats = call.options
         check_values(q, k, v, cu_q, cu_kv, window=(left, right), scale=scale)
-        check_deterministic(deterministic)
         named = zip(self.signature.tensors, call.tensors, strict=True)
         if copies := tuple(place for place, (arg, t) in enumerate(named) if not _readable(arg.name, t)):
             return Ready(copies=copies)
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION_BACKWARD.name)
-        (text, *_), dropout_p = taken_off((text, ints, floats, call.extra), q.device)
+        text, bound, dropout_p = taken_off(text, (ints, floats, call.extra), q.device)
+        _, scalars, names, _ = bound_parameters(text, bound, sizes, cu_q is not None, q.device)
         if sizes.batch == 0 or 0 in (*out.shape, *q.shape, *k.shape):
             return Ready()
         traits = (FIRST_KERNEL, SAME_BITS) if deterministic else (FIRST_KERNEL,)
@@ -164,8 +165,8 @@ class AttentionBackward(front.Operation):
         sizes = sizes._replace(dropout_p=dropout_p, strides=named_strides(dout=dout, q=q, k=k, v=v, out=out, **made))
         kernels = {kernel.plan.step: kernel for kernel in kernels_for(wanted, q.device, sizes)}
         first, *others = kernels.values()
-        program = program_of(first.plan, sizes, first.num_sms, *(kernel.plan for kernel in others))
-        return Ready(program, kernels, ("dropout_seed",) if dropout_p else ())
+        program = program_of(first.plan, sizes, first.num_sms, *(kernel.plan for kernel in others)).with_values(scalars)
+        return Ready(program, kernels, (*(("dropout_seed",) if dropout_p else ()), *names))
 
 
 OPERATION = AttentionBackward()
@@ -181,11 +182,12 @@ def _readable(name: str, t: Tensor | None) -> bool:
 
 
 def _handle(text: str) -> str:
-    """The handle of a spec that has backward kernels; "" for one that says nothing of them."""
+    """The handle of a spec that has backward kernels, or whose expressions they need; "" for any other."""
     if not text:
         return ""
-    from flashgen.runtime.ops.attention.parameters import check_unchanged, specs_of  # bundles serve without specs
+    from flashgen.runtime.ops.attention.parameters import check_differentiable, is_changed, specs_of
 
-    check_unchanged(text)
+    check_differentiable(text)
     handle, specs = specs_of(text)
-    return handle if any(op_of(spec) == ATTENTION_BACKWARD.name for spec in specs) else ""
+    named = is_changed(text) or any(op_of(spec) == ATTENTION_BACKWARD.name for spec in specs)
+    return handle if named else ""

@@ -16,6 +16,7 @@ import flashgen
 from flashgen.codegen.explain.counts import Shape
 from flashgen.codegen.families.registry import lower
 from flashgen.codegen.plan import Plan
+from flashgen.codegen.spec.rule import changed
 from flashgen.codegen.spec.spec import Spec
 from flashgen.runtime.ops.attention.edges import masks
 from flashgen.runtime.ops.attention.op import head_major, spread
@@ -56,7 +57,8 @@ def few_problems(spec: Spec, plan: Plan) -> Iterator[BackwardProblem]:
 
 
 def inputs(problem: BackwardProblem, spec: Spec, device: str) -> BackwardInputs:
-    return problem.make_inputs(device)
+    found = problem.make_inputs(device)
+    return found.with_mods(spec, seed=problem.seed) if changed(spec) else found
 
 
 def unordered(spec: Spec) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ def run(subject: Subject, inputs: BackwardInputs) -> Results:
 
 def identities(spec: Spec, plan: Plan, seed: int) -> Iterator[tuple[str, Identity, BackwardProblem]]:
     """Of each mask, over keys of several tiles and of one."""
-    for mask in masks(spec) if plan.step == MAIN_KERNEL else ():
+    for mask in masks(spec) if plan.step == MAIN_KERNEL and not changed(spec) else ():
         for problem in edges.company_problems(spec, edges.tile_shape(plan), mask, seed):
             for name, identity in IDENTITIES.items():
                 yield name, identity, problem

@@ -10,6 +10,7 @@ from flashgen.runtime.ops.attention.problem import Inputs, Problem
 if TYPE_CHECKING:
     import torch
 
+    from flashgen.codegen.spec.spec import Spec
     from flashgen.runtime.verify.compare import Truth
 
 DOUT_SEED = 10**9  # added to the problem's, which draws q, k and v. The CPU's generator keeps 32 bits of a seed
@@ -77,12 +78,21 @@ class BackwardInputs(Inputs):
     def keywords(self) -> dict[str, Any]:
         return {**super().keywords, "dlse": self.dlse}
 
+    def with_mods(self, spec: Spec, params: Mapping[str, Any] | None = None, seed: int = 0) -> BackwardInputs:
+        """The same call of a spec with expressions, with what its forward gives."""
+        from flashgen.runtime.verify.reference import reference
+
+        found = super().with_mods(spec, params, seed)
+        meaning = {name: value for name, value in found.meaning.items() if name != "dlse"}
+        out, lse = reference(found.q, found.k, found.v, **meaning)
+        return found.with_(out=out.to(found.q.dtype), lse=lse.float())
+
     def truth(self) -> Truth:
         from flashgen.runtime.verify.gradients import FP32_SUMS, expected, gradients
 
         given = (self.dout, self.q, self.k, self.v)
         noise = FP32_SUMS * _longest(self.dout) * _longest(self.v) * self._scale
-        exact, plain, sizes = (gradients(*given, **self.keywords, kind=kind) for kind in ("exact", "plain", "sizes"))
+        exact, plain, sizes = (gradients(*given, **self.meaning, kind=kind) for kind in ("exact", "plain", "sizes"))
         return expected(exact, plain, sizes, (noise * _largest(self.k), noise * _largest(self.q), 0.0))
 
     @property
