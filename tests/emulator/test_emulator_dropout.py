@@ -10,9 +10,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flashgen
+from flashgen.codegen.families.registry import lower
 from flashgen.codegen.families.shared.launch import kept_of_65536
 from flashgen.codegen.spec.spec import Spec, Tile
 from flashgen.runtime.emulator.schedule import Schedule, scheduled
+from flashgen.runtime.ops.registry import op_of
+from flashgen.runtime.verify.verify import verify_spec
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}  # relative to the norm, of results and gradients
 
@@ -127,3 +130,12 @@ def test_graphs_and_checkpoints_draw_the_same_seed() -> None:
     # The sums of dq are added in no fixed order.
     for found in (gradients(compiled), gradients(lambda *x: checkpoint(loss, *x, use_reentrant=False))):
         check(found, eager, torch.float16)
+
+
+@pytest.mark.parametrize("fields", [{"pass_": "fwd"}, {"pass_": "bwd", "kernel": "gradients"}], ids=str)
+def test_verify_takes_kernels_with_dropout(fields: dict[str, Any]) -> None:
+    """With a probability that keeps all weights: then the truth is that of other kernels."""
+    spec = Spec(name="t", family="fa2", arch="sm_90", dtype="bf16", head_dim_qk=64, dropout=True, **fields)
+    rows = verify_spec([spec], problems=[next(iter(op_of(spec).problems(spec, lower(spec), 0, True)))],
+                       emulate=True)
+    assert rows and all(row.ok for row in rows)

@@ -21,6 +21,7 @@ _WORD = 0xFFFFFFFF
 _ROUNDS = 10
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+KEEPS_ALL = 2.0**-40  # a dropout_p at which all 16-bit numbers keep their weight
 _SEEDS = 2**62  # torch.randint counts in 63 bits
 
 
@@ -52,6 +53,14 @@ def taken_off(text: str, bound: Bound, device: torch.device) -> tuple[str, Bound
     ints, floats, extra = bound
     check_seed(extra[0], device)
     return text.removesuffix(MARK), (ints, floats[1:], extra[1:]), checked(floats[0])
+
+
+def spec_arguments(spec: Any, device: torch.device) -> dict[str, Any]:
+    """The arguments that let the kernels of a spec serve a call, or None, whose result is that without dropout: those
+    with dropout then keep every weight."""
+    if not getattr(spec, "dropout", False):
+        return {"spec": spec}
+    return {"spec": spec, "dropout_p": KEEPS_ALL, "dropout_seed": torch.zeros(2, dtype=torch.int64, device=device)}
 
 
 def probability(value: Any) -> Any:

@@ -10,17 +10,18 @@
 
 struct Dropout {
   uint32_t key0, key1, offset;  // of the call
-  uint32_t last;                // a weight is kept whose bits are at most this number
+  uint32_t bound;               // a weight is kept whose bits, above 16 others, are at most this number
 
+  // `last`: the last of the 16-bit numbers that keep a weight.
   FG_DEVICE Dropout(const int64_t* seed, uint32_t last)
       : key0(first_lane((int)seed[0])), key1(first_lane((int)(seed[0] >> 32))), offset(first_lane((int)seed[1])),
-        last(last) {}
+        bound(last << 16 | 0xffffu) {}
 
   // `row`: the first of the two queries, counted over all sequences; `kv_pos`: of the four keys, any.
   FG_DEVICE Philox4 bits(int head, uint32_t row, int kv_pos) const {
     return philox({{(uint32_t)(kv_pos / 16 * 4 + kv_pos % 8 / 2), row, (uint32_t)head, offset}}, key0, key1);
   }
-  FG_DEVICE bool keeps(uint32_t word, int half) const { return (half ? word >> 16 : word & 0xffffu) <= last; }
+  FG_DEVICE bool keeps(uint32_t word, int half) const { return (half ? word : word << 16) <= bound; }
 };
 
 // Sets dropped weights to zero: queries are rows, `row` and `kv_pos` those of this lane's p[0][0][0].
