@@ -162,8 +162,8 @@ FG_DEVICE int seen_keys_end(const Params& p, int q_pos, int seqlen_q, int seqlen
 }
 
 // ---- the order of dQ's sums. Key tiles add to a query tile in turns, the last that it sees first: as blocks
-// come in this order, none waits for one that has not been launched. Each begins at the diagonal, one key tile
-// ahead of the block before, so that under a mask none has to wait long.
+// come in this order, none waits for one that has not been launched. Each begins at the diagonal, one key
+// tile ahead of the block before, so that under a mask none has to wait long.
 FG_DEVICE int turn_of(const Params& p, const KeyTileCoord& w, int m_tile) {
   const int last_query = min_int(m_tile * BLOCK_M + BLOCK_M, w.seqlen_q) - 1;
   const int keys_end = seen_keys_end(p, last_query, w.seqlen_q, w.seqlen_kv);
@@ -310,10 +310,10 @@ fa2_bwd_bf16_d128_causal_det_gradients(const __grid_constant__ Params p) {
       gemm_rows<BLOCK_N / 16, Element>(dq, ds_by_query, key_columns);
       add_dq<MMA_COLS_QK, DQ_ROW_WARPS, DQ_COL_WARPS>(sums, dq, dq_row_warp, dq_col_warp, first_round);
     }
-    sync_warp();  // its lanes have added
-    if (lane == 0) st_release(turns, turn + 1);
     const DealtColumns<QueryTile, QUERY_WARPS> query_columns(queries, query_warp, lane);
     gemm_rows<BLOCK_M / 16, Element>(dk, ds_operand, query_columns);
+    sync_warp();  // its lanes have added; their sums arrived during the product, for which the release waits
+    if (lane == 0) st_release(turns, turn + 1);
 
     advance(head, m_tile);
     if (NUM_STAGES == 1 && head < head_end) {

@@ -276,8 +276,8 @@ FG_DEVICE void store_zeros(const Params& p, const KeyTileCoord& w) {
 }
 
 // ---- the order of dQ's sums. Key tiles add to a query tile in turns, the last that it sees first: as blocks
-// come in this order, none waits for one that has not been launched. Each begins at the diagonal, one key tile
-// ahead of the block before, so that under a mask none has to wait long.
+// come in this order, none waits for one that has not been launched. Each begins at the diagonal, one key
+// tile ahead of the block before, so that under a mask none has to wait long.
 FG_DEVICE int turn_of(const Params& p, const KeyTileCoord& w, int m_tile) {
   const int last_query = min_int(m_tile * BLOCK_M + BLOCK_M, w.seqlen_q) - 1;
   const int keys_end = seen_keys_end(p, last_query, w.seqlen_q, w.seqlen_kv);
@@ -328,6 +328,7 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   const int key_row = map_kv_row(w) + w.n_tile * BLOCK_N;
   load_panels<KeyTile>(smem + SMEM_K, &p.k_map, barriers + K_FULL, key_row, w.head_kv, map_batch(w),
                        EVICT_FIRST);
+  griddepcontrol_wait();  // lse and delta are the kernel's before; keys are not
   load_queries();
   load_panels<ValueTile>(smem + SMEM_V, &p.v_map, barriers + V_FULL, key_row, w.head_kv, map_batch(w),
                          EVICT_FIRST);
@@ -343,6 +344,7 @@ FG_DEVICE void add_dq(const Params& p, unsigned char* smem, uint64_t* barriers, 
   const float* const from = reinterpret_cast<const float*>(smem + SMEM_DQ + warpgroup * DQ_BYTES);
   const uint32_t bytes = 64 * 4 * (warpgroup == 0 ? DQ_COLS_FIRST : DQ_COLS_SECOND);
   QueryWalk walk = first_query_tile(p, smem);
+  griddepcontrol_wait();  // the sums are 0 before the first is added
   for (int j = 0; j < block_of(smem).steps; ++j) {
     mbarrier_wait_parity(barriers + DQ_FULL + warpgroup, j & 1);
     float* const to = p.dq_accum + query_place(p, smem, walk) * MMA_COLS_QK + warpgroup * (DQ_BYTES / 4);
@@ -598,14 +600,15 @@ fa3_bwd_bf16_d128_causal_det_gradients(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
   const int warp = first_lane(threadIdx.x / WARP_SIZE);
+  griddepcontrol_launch_dependents();  // the next kernel's blocks may come as soon as these leave
   if (warp == 0) init_barriers(p, barriers);
-  griddepcontrol_wait();
   if (warp == 1) {
     const KeyBlock b = key_block(p, blockIdx.x);
     if (threadIdx.x % WARP_SIZE == 0) block_of(smem) = b;
   }
   sync_block();
   if (block_of(smem).steps == 0) {
+    griddepcontrol_wait();  // the next kernel waits for this one alone, not for the one before
     store_zeros(p, block_of(smem).tile);
     return;
   }

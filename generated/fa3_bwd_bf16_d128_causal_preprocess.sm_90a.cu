@@ -10,6 +10,7 @@
 
 #include "flashgen/backward_rows.cuh"
 #include "flashgen/divisor.cuh"
+#include "flashgen/ptx/griddepcontrol.cuh"
 #include "flashgen/sequences.cuh"
 
 using Element = bf16;
@@ -58,6 +59,7 @@ FG_DEVICE RowTile row_tile(const Params& p, int tile, int head_q) {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 fa3_bwd_bf16_d128_causal_preprocess(const __grid_constant__ Params p) {
+  griddepcontrol_launch_dependents();  // the next kernel's blocks may come as soon as these leave
   const int block = blockIdx.x;
   const int tile = block % p.q_tiles, head_q = block / p.q_tiles;
   const RowTile work = row_tile(p, tile, head_q);

@@ -304,6 +304,7 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   const int key_row = map_kv_row(w) + w.n_tile * BLOCK_N;
   load_panels<KeyTile>(smem + SMEM_K, &p.k_map, barriers + K_FULL, key_row, w.head_kv, map_batch(w),
                        EVICT_FIRST);
+  griddepcontrol_wait();  // lse and delta are the kernel's before; keys are not
   load_queries();
   load_panels<ValueTile>(smem + SMEM_V, &p.v_map, barriers + V_FULL, key_row, w.head_kv, map_batch(w),
                          EVICT_FIRST);
@@ -403,6 +404,7 @@ FG_DEVICE void make_p_and_dv(const Params& p, unsigned char* smem, uint64_t* bar
 
   fill_zero(dv);
   zero_last_ds(smem);
+  griddepcontrol_wait();  // the sums of dQ are 0 before the first is added
   mbarrier_wait_parity(barriers + K_FULL, 0);
   self.wait_full(Q_FULL, 0);
   start_scores(0);
@@ -476,6 +478,7 @@ FG_DEVICE void make_ds_and_dk(const Params& p, unsigned char* smem, uint64_t* ba
 
   fill_zero(dk);
   zero_last_ds(smem);
+  griddepcontrol_wait();  // the sums of dQ are 0 before the first is added
   mbarrier_wait_parity(barriers + K_FULL, 0);
   mbarrier_wait_parity(barriers + V_FULL, 0);
   self.wait_full(DOUT_FULL, 0);
@@ -539,14 +542,15 @@ fa3_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
   const int warp = first_lane(threadIdx.x / WARP_SIZE);
+  griddepcontrol_launch_dependents();  // the next kernel's blocks may come as soon as these leave
   if (warp == 0) init_barriers(p, barriers);
-  griddepcontrol_wait();
   if (warp == 1) {
     const KeyBlock b = key_block(p, blockIdx.x);
     if (threadIdx.x % WARP_SIZE == 0) block_of(smem) = b;
   }
   sync_block();
   if (block_of(smem).steps == 0) {
+    griddepcontrol_wait();  // the next kernel waits for this one alone, not for the one before
     store_zeros(p, block_of(smem).tile);
     return;
   }

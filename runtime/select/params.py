@@ -41,10 +41,6 @@ def bind(form: Form, params: Mapping[str, Any] | None) -> Bound | None:
             if not isinstance(value, torch.Tensor):
                 raise UnsupportedError(f"{name} is {'missing' if value is None else shown(value)}",
                                        where=f"params[{name!r}]", allowed=f"a tensor, as {title(form.handle)} says")
-            if value.requires_grad and torch.is_grad_enabled():
-                raise UnsupportedError(f"a gradient of {name} is asked for, and flashgen has no backward kernel yet",
-                                       where=f"params[{name!r}]", allowed="tensors without requires_grad",
-                                       next="torch.no_grad()")
             tensors.append(value)
             continue
         if value is None and default:  # text, since torch.compile makes inputs of the floats that it finds

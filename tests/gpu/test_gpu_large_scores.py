@@ -13,7 +13,8 @@ from flashgen.runtime.ops.mla_decode.problem import run_poisoned as run_mla
 
 pytestmark = pytest.mark.gpu
 ORDINARY = [spec for path in shipped_spec_paths() for spec in load_specs(path).specs
-            if (spec.family, spec.pass_) == ("fa3", "fwd") and not spec.expressions and spec.sink == "none" and spec.normalize == "softmax"]
+            if (spec.family, spec.pass_) == ("fa3", "fwd") and not spec.expressions and spec.sink == "none"
+            and spec.normalize == "softmax"]
 
 
 @pytest.fixture(autouse=True)

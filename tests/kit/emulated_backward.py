@@ -89,7 +89,8 @@ def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedu
     program = program.with_values({name: value for name, value in values.items() if not isinstance(value, Tensor)})
     sums = torch.zeros(program.buffer("dq_accum").shape)
     with scheduled(schedule):
-        EmulatedProgram(program.given({"dq_accum"}), {plan.step: EmulatedKernel(plan, render(plan)) for plan in plans})({**tensors, "dq_accum": sums})
+        kernels = {plan.step: EmulatedKernel(plan, render(plan)) for plan in plans}
+        EmulatedProgram(program.given({"dq_accum"}), kernels)({**tensors, "dq_accum": sums})
     return sums
 
 

@@ -15,8 +15,8 @@ CUBIN = Cubin(IMAGE, ("-O3",), "13.0", "a log", Resources(40, 0, 0, 0, 16, 0, ("
 FIELDS: tuple[tuple[str, object], ...] = (
     ("name", "tiny"), ("family", "tiny"), ("pass", "fwd"), ("dtype", "bf16"), ("head_dim_qk", 64),
     ("head_dim_v", 64), ("causal", False), ("window", False), ("kv_layout", "dense"), ("page_size", None),
-    ("score", "none"), ("lse", True), ("batch_invariant", False), ("kernel", None), ("split", False),
-    ("pack_gqa", False))
+    ("score", "none"), ("lse", True), ("batch_invariant", False), ("deterministic", False), ("kernel", None),
+    ("split", False), ("pack_gqa", False))
 HEADER = ("flashgen/tiny.cuh", "#pragma once\n__device__ inline float twice(float x) { return x + x; }\n")
 TEXT = """#include <flashgen/tiny.cuh>
 struct Params { const float* a; float* out; int n; };

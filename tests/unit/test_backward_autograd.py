@@ -17,8 +17,11 @@ from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.attention import call as attention_call
+from flashgen.runtime.ops.attention.parameter_gradients import sink_gradient
 from flashgen.runtime.ops.attention_backward.problem import BackwardInputs, BackwardProblem, by_name
 from flashgen.runtime.verify.compare import check
+from flashgen.runtime.verify.expression_mods import ExpressionMods
+from flashgen.runtime.verify.reference import reference
 
 PLAIN = BackwardProblem(2, 20, 30, 4, 2)
 PROBLEMS = (
@@ -44,7 +47,7 @@ def leaves(x: BackwardInputs) -> tuple[Tensor, ...]:
 
 
 def options(x: BackwardInputs) -> dict[str, Any]:
-    return {name: value for name, value in x.keywords.items() if name != "dlse"}
+    return {name: value for name, value in x.keywords.items() if name not in ("dlse", "params")}
 
 
 def backward(x: BackwardInputs, inputs: tuple[Tensor, ...], **more: Any) -> tuple[Tensor, ...]:
@@ -210,11 +213,9 @@ def test_refusals() -> None:
     x, call = PLAIN.make_inputs(), flashgen.attention_backward
     q, k, v = leaves(x)
     refused("out", "into `out`", lambda: flashgen.attention(q, k, v, out=torch.empty_like(x.out)))
-    refused("deterministic", "fixed order", lambda: flashgen.attention(q, k, v, deterministic=True))
     refused("deterministic", "deterministic is 3", lambda: flashgen.attention(q, k, v, deterministic=3))
     refused("deterministic", "deterministic is 3", lambda: flashgen.attention(x.q, x.k, x.v, deterministic=3))
     refused("return_lse", "return_lse is 7", lambda: flashgen.attention(q, k, v, return_lse=7))
-    refused("deterministic", "fixed order", lambda: flashgen.attention_backward(*x.tensors, deterministic=True))
     made = flashgen.variant("sigmoid(score)", normalize="none")
     refused("spec='variant variant'", "without softmax", lambda: flashgen.attention(q, k, v, spec=made))
     refused("spec='variant variant'", "without softmax", lambda: call(*x.tensors, spec=made))
@@ -244,9 +245,10 @@ def test_deterministic_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = backward(x, leaves(x))
     try:
         torch.use_deterministic_algorithms(True)
-        refused("deterministic", "fixed order", lambda: flashgen.attention(*leaves(x)))
+        assert all(map(torch.equal, backward(x, leaves(x)), plain))
+        assert dict(FakeKernel.asked[-1].traits)["deterministic"]
         out = torch.ops.flashgen.attention(*leaves(x), None, None, 0, -1, -1, 0.5, "")  # as exported programs call it
-        refused("deterministic", "fixed order", lambda: out.sum().backward())
+        out.sum().backward()
         assert all(map(torch.equal, backward(x, leaves(x), deterministic=False), plain))
         with forward_ad.dual_level():  # so that the call goes by the dispatcher, whose op has no place for it
             refused("deterministic", "differs from torch's switch", lambda: flashgen.attention(
@@ -254,6 +256,7 @@ def test_deterministic_as_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
         assert flashgen.attention(x.q, x.k, x.v).shape == x.out.shape
         torch.use_deterministic_algorithms(True, warn_only=True)
         assert all(map(torch.equal, backward(x, leaves(x)), plain))
+        assert all(map(torch.equal, backward(x, leaves(x), deterministic=True), plain))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -297,3 +300,28 @@ def test_wrong_tensors() -> None:
     refused("cu_seqlens", "only one", lambda: call(dout, q, k, v, out, lse, cu_seqlens_q=lse))
     refused("window", "window is 3", lambda: call(dout, q, k, v, out, lse, window=3))
     refused("softmax_scale", "softmax_scale=-1", lambda: call(dout, q, k, v, out, lse, softmax_scale=-1.0))
+
+
+@pytest.mark.parametrize("problem", [PLAIN, PROBLEMS[3], PROBLEMS[5]], ids=lambda p: p.label)
+def test_gradient_of_a_sink(problem: BackwardProblem) -> None:
+    x = problem.make_inputs()
+    sink = torch.randn(problem.num_heads_q, requires_grad=True)
+    spec = Spec(**SPEC | {"head_dim_qk": problem.head_dim_qk}, causal=bool(problem.causal), sink="per_head",
+                kv_layout="dense" if x.cu_seqlens_q is None else "varlen")
+    x = x.with_mods(spec, {"sink": sink.detach()})
+    exact = sink.detach().double().requires_grad_()
+    mods = ExpressionMods.of(spec, {"sink": exact})
+    out, lse = reference(x.q, x.k, x.v, **options(x) | {"mods": mods})
+    loss = (out * x.dout.nan_to_num(0.0)).sum()
+    if x.dlse is not None:
+        rows = lse.shape[-1] - problem.tail
+        loss = loss + (lse[..., :rows] * x.dlse[..., :rows]).sum()
+    wanted, = torch.autograd.grad(loss, exact)
+    found = sink_gradient(sink.detach(), x.dout, x.out, x.lse, x.dlse, x.cu_seqlens_q)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_parameters_that_require_a_gradient() -> None:
+    x, slope = PLAIN.make_inputs(), torch.rand(4, requires_grad=True)
+    refused("params['slope']", "a gradient of slope", lambda: flashgen.attention(
+        *leaves(x), spec="alibi", causal=True, params={"slope": slope}))

@@ -50,9 +50,10 @@ def test_the_selector_holds_the_fields_a_call_decides_and_no_others() -> None:
     plan = tiny_plan()
     base = selector_of(plan)
     assert base == Selector("sm_80", "tiny", "fwd", "bf16", 64, 64, "dense", "none", False, False, True, False, ())
-    absent = {"name", "page_size", "split", "pack_gqa", "kernel"}
-    for family, traits in (("tiny", ()), ("fa2", ("kernel",)), ("fa3", ("pack_gqa", "split", "kernel")),
-                           ("flashmla", ("page_size",))):
+    absent = {"name", "page_size", "split", "pack_gqa", "deterministic", "kernel"}
+    for family, traits in (
+            ("tiny", ()), ("fa2", ("deterministic", "kernel")),
+            ("fa3", ("pack_gqa", "split", "deterministic", "kernel")), ("flashmla", ("page_size",))):
         fields = [(name, family if name == "family" else value) for name, value in FIELDS]
         of_family = selector(fields, "sm_80")
         assert of_family == base._replace(family=family, traits=tuple((name, dict(FIELDS)[name]) for name in traits))

@@ -149,6 +149,7 @@ FA3_CHANGES = {"family": "fa3", "q_stages": 2, "p_operand": "shared", "schedule"
                "pack_gqa": True}
 MLA_CHANGES = {"pass": "schedule", "page_size": 1}
 STANDARD_CHANGES = {"kernel": "values"}
+BWD_CHANGES = {"deterministic": True}
 EXPRESSIONS = {  # test_variants.py compiles these
     "score": {"score": "2 * score"}, "mask": {"mask": "kv_pos // 7 == q_pos // 7"}, "sink": {"sink": "per_head"},
     "align": {"align": "top_left", "score": "score + q_pos"}, "normalize": {"normalize": "none", "lse": False},
@@ -166,7 +167,7 @@ def test_every_spec_field_changes_the_cache_key():
     base = BASE.with_(head_dim_qk=64, head_dim_v=64)
     names = {name for name, _ in base.fields()} | {"arch"}
     assert names | set(EXTRA) == (CHANGES.keys() | FA3_CHANGES.keys() | MLA_CHANGES.keys() | STANDARD_CHANGES.keys() |
-                                  EXPRESSIONS.keys())
+                                  BWD_CHANGES.keys() | EXPRESSIONS.keys())
     keys = {name: key(base.with_(**changes)) for name, changes in EXPRESSIONS.items()}
     keys |= {"base": key(base)} | {name: key(base.with_(**{name: value})) for name, value in CHANGES.items()}
     fa3 = base.with_(family="fa3", arch="sm_90a")
@@ -178,4 +179,6 @@ def test_every_spec_field_changes_the_cache_key():
     standard = base.with_(family="standard", kernel="scores")
     keys |= {"standard": key(standard)} | {name: key(standard.with_(**{name: value}))
                                            for name, value in STANDARD_CHANGES.items()}
+    bwd = base.with_(pass_="bwd", kernel="gradients")
+    keys |= {"bwd": key(bwd)} | {name: key(bwd.with_(**{name: value})) for name, value in BWD_CHANGES.items()}
     assert len(set(keys.values())) == len(keys)

@@ -210,6 +210,7 @@ def keep_rules_of_pass(kept: dict[str, Any]) -> dict[str, Any]:
     found = FAMILIES[kept["family"]].by_name[kept["pass"]]
     kept |= {name: values[0] for name, values, _ in found.only if kept[name] not in values}
     kept["kernel"] = kept["kernel"] if kept["kernel"] in found.kernel_names else found.kernel_names[0]
+    kept["batch_invariant"] = kept["batch_invariant"] and (kept["pass"] != "bwd" or kept["deterministic"])
     return kept
 
 
@@ -250,8 +251,8 @@ def test_each_field_changes_the_variant_name(row, data):
         values = values | {top.name: None for top in spec_fields.rows() if top.override}
     if row.families:
         values = values | {"family": data.draw(st.sampled_from(row.families.split(", ")))}
-    if row.name == "kernel":  # which other passes lack
-        values = values | {"pass": "bwd"}
+    if row.name in ("kernel", "deterministic"):  # which other passes lack
+        values = values | {"pass": "bwd", "batch_invariant": False}
     if row.name in ("pass", "page_size"):
         values = values | {name: MLA[name] for name in MLA.keys() - {"name"}}
     elif values["family"] == "flashmla":  # in which most of them are fixed

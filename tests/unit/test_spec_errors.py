@@ -20,6 +20,7 @@ BASE: dict[str, Any] = {
 HEAD = "name: k\nfamily: fa2\npass: fwd\narch: sm_80\ndtype: bf16\n"  # lines 1 to 5
 FULL = HEAD + "head_dim_qk: 64\n"                                       # the next line is 7
 FA3 = FULL.replace("fa2", "fa3").replace("sm_80", "sm_90a")
+BWD = FULL.replace("fwd", "bwd") + "kernel: [preprocess, gradients, postprocess]\n"  # the next line is 8
 MLA = ("name: k\nfamily: flashmla\npass: decode\narch: sm_90a\ndtype: bf16\nhead_dim_qk: 576\nhead_dim_v: 512\n"
        "kv_layout: paged\npage_size: 64\n")  # the next line is 10
 quick = settings(deadline=None, derandomize=True, max_examples=200)
@@ -140,6 +141,12 @@ CASES = {
     "turns alone": (FA3 + "schedule: pingpong\nroles: {mma: 4}\n", "7:11", ["none to take turns", "nearest: overlap"]),
     "split and invariant": (FA3 + "batch_invariant: true\nsplit: [false, true]\n", "8:16", [
         "split is true together with batch_invariant", "nearest: split: false", "exclude"]),
+    "neighbours and any order": (BWD + "batch_invariant: [false, true]\n", "8:26", [
+        "batch_invariant is true with pass bwd", "together with deterministic: true", "nearest: deterministic: true"]),
+    "turns by expression": (BWD + "deterministic: true\nmask: kv_pos <= q_pos\n", "8:16", [
+        "deterministic is true with a mask by expression", "or causal, window, or no mask"]),
+    "deterministic forward": (FULL + "deterministic: true\n", "7:16", [
+        "deterministic is true", "always have the same bits", "nearest: false"]),
     "split and window": (FA3 + "window: [false, true]\nsplit: true\n", "8:8", [
         "split is true together with window: its tiles see few keys", "`- {window: true, split: true}` to exclude"]),
     "split and varlen": (FA3 + "kv_layout: varlen\nsplit: true\n", "8:8", [

@@ -52,8 +52,8 @@ TRAITS = (
 BACKWARD_ONLY = (
     *(Only(name, (None,), "its tile table decides") for name in ("q_stages", "p_operand", "schedule")),
     *(Only(name, (False,), "its tiles are tiles of keys") for name in ("split", "pack_gqa")),
-    *(Only(name, ("none",), "fa2's kernels serve it") for name in ("score", "mask", "sink")),
-    Only("align", ("bottom_right",), "fa2's kernels serve it"),
+    *(Only(name, ("none",), "kernels of another family serve it") for name in ("score", "mask", "sink")),
+    Only("align", ("bottom_right",), "kernels of another family serve it"),
 )
 
 _MMA_WARPS = tuple(WARPGROUP_WARPS * count for count in range(1, MAX_WARPGROUPS + 1))

@@ -92,4 +92,5 @@ def _launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int, grid: Grid) -
     return Program(tuple(step(*item) for item in plans.items()), (
         Buffer("neg_lse", "f32", (sizes.num_heads_q, rows)), Buffer("neg_delta", "f32", (sizes.num_heads_q, rows)),
         Buffer("dq_accum", "f32", (sizes.num_heads_q, rows, columns)),
-        *(Buffer("turns", "i32", (sizes.num_heads_q, q_tiles, plan.constant(TURN_PARTS))) for each in in_turns if each)))
+        *(Buffer("turns", "i32", (sizes.num_heads_q, q_tiles, plan.constant(TURN_PARTS)))
+          for each in in_turns if each)))

@@ -16,7 +16,7 @@ from flashgen.codegen.target import TARGETS
 
 FP32_BYTES = 4
 L2_SUMS_GBPS = 3800  # fp32 sums that L2 takes on an H200, measured (docs/lab/backward.md)
-SUMS = "sums in L2"
+SUMS, MEMORY = "sums in L2", "device memory"
 PRODUCTS = 5         # S and dP over head dims of qk and v, dV, dK and dQ
 
 
@@ -39,19 +39,20 @@ class BackwardExplanation(OwnExplanation):
 
     def draw_work(self) -> Iterator[str]:
         device = self.target.device
-        yield "work of a call"
-        yield row("FLOPs", si(self.flops, ""), f"{PRODUCTS} products of {si(self.pairs, 'visible pairs')}; issued "
-                  f"{si(self.flops_issued, '')}, in {self.steps} pairs of tiles")
-        for about, sizes in (("bytes moved", self.moved), ("scratch memory", self.scratch)):
-            yield row(about, si(sum(sizes.values()), "B"),
-                      ", ".join(f"{name} {si(size, 'B')}" for name, size in sizes.items()))
+        yield (f"work of a call: {si(self.flops, 'FLOP')} in {PRODUCTS} products of {si(self.pairs, 'visible pairs')}; "
+               f"issued {si(self.flops_issued, 'FLOP')} in {self.steps} pairs of tiles")
+        yield row("scratch memory", si(sum(self.scratch.values()), "B"), _sizes_of(self.scratch))
         unit, ms = max(self.units.items(), key=lambda item: item[1])
         around = sum(size for name, size in self.moved.items() if name != "gradients") / device.memory_gbps / 1e6
         yield (f"roofline of the gradients kernel on {device.name}: bound by {unit}; with those around it "
                f"{ms + around:.3f} ms = {self.flops / (ms + around) / 1e9:.0f} TFLOP/s")
-        notes = {SUMS: f"  {si(self.sums_bytes, 'B')} of fp32 sums of dQ"}
+        notes = {SUMS: f"  {si(self.sums_bytes, 'B')} of fp32 sums of dQ", MEMORY: f"  {_sizes_of(self.moved)}"}
         for unit, each in self.units.items():
             yield row(unit, f"{each:.3f} ms", bar(0, each, ms) + notes.get(unit, ""))
+
+
+def _sizes_of(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {si(size, 'B')}" for name, size in parts.items())
 
 
 def explain_backward(plan: Plan, program_of: Callable[[Sizes], Program], *, registers: int | None = None,
@@ -80,7 +81,7 @@ def explain_backward(plan: Plan, program_of: Callable[[Sizes], Program], *, regi
     clocks_per_ms = device.bf16_tflops * 1e9 / TENSOR_FLOPS_PER_CLOCK
     units = {"tensor cores": 2 * scores * dims / device.bf16_tflops / 1e9,
              "exponential unit": scores / EXP2_PER_CLOCK / clocks_per_ms,
-             SUMS: sums / L2_SUMS_GBPS / 1e6, "device memory": moved["gradients"] / device.memory_gbps / 1e6}
+             SUMS: sums / L2_SUMS_GBPS / 1e6, MEMORY: moved["gradients"] / device.memory_gbps / 1e6}
     scratch = {buffer.name: buffer.size * FP32_BYTES for buffer in program_of(_sizes(plan, shape)).buffers}
     return BackwardExplanation(plan, shape, registers, variants, moved, sums, scratch, steps, pairs, 2 * pairs * dims,
                                2 * scores * dims, units)

@@ -8,7 +8,8 @@ from flashgen.codegen.plan import Constant, Param
 from flashgen.codegen.spec.rule import Rule
 from flashgen.errors import SpecError
 
-DETERMINISTIC = Option("the same call gives the same gradients bit for bit: blocks add to dQ in turns", short="det".format)
+DETERMINISTIC = Option("the same call gives the same gradients bit for bit: blocks add to dQ in turns",
+                       short="det".format)
 
 # A call that does not ask takes the faster kernels, where there are such.
 DETERMINISTIC_TRAIT = Trait("deterministic", False, lambda wanted: (True,) if wanted else (False, True))
@@ -21,8 +22,6 @@ def _invariant(spec: Any) -> SpecError | None:
                      where="Spec.batch_invariant", allowed="false, or true together with deterministic: true",
                      nearest="deterministic: true",
                      next="when both are lists, add `- {batch_invariant: true, deterministic: false}` to exclude")
-
-
 
 
 def _bounded(spec: Any) -> SpecError | None:

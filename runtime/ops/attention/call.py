@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from flashgen.codegen.families.registry import program_of
@@ -88,7 +89,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False, wi
         text, ints, floats, extra = bound_to_call(spec, params, dropout_p, dropout_seed, q.device)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_kv
     options = code, window[0], window[1], softmax_scale, text, ints, floats
-    if followed:
+    if followed or (extra and torch.is_grad_enabled() and any(t.requires_grad for t in extra)):
         return with_gradient(OPERATION, tensors, options, extra, out, return_lse, deterministic)
     if deterministic is not None:
         read_deterministic(deterministic)

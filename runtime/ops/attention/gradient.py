@@ -17,6 +17,7 @@ from flashgen.runtime.ops.signature import Options, Signature, Tensors
 from flashgen.runtime.ops.wrapped import refuse_wrapped
 
 _SCALE, _SPEC = 3, 4  # places among the options
+_EXTRA = 8  # the first parameter among what _Followed.forward takes
 
 
 class _Followed(torch.autograd.Function):
@@ -39,10 +40,17 @@ class _Followed(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         causal, left, right, scale, spec, ints, floats = ctx.options
+        made: list[Tensor | None] = [None] * len(extra)
+        if any(ctx.needs_input_grad[_EXTRA:]):
+            from flashgen.runtime.ops.attention.parameter_gradients import sink_gradient
+
+            made[-1] = sink_gradient(extra[-1], dout, out, lse, dlse, cu_seqlens_q)
+        if not any(ctx.needs_input_grad[:_EXTRA]):
+            return *(None,) * _EXTRA, *made
         dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
                                (causal, left, right, scale, spec, ctx.deterministic, ints, floats), tuple(extra),
                                numbers)
-        return None, None, None, dq, dk, dv, None, None, *(None for _ in extra)
+        return None, None, None, dq, dk, dv, None, None, *made
 
 
 # Function.apply less what it does for tensors of torch.func, which are refused: half of its time.
@@ -54,7 +62,7 @@ def with_gradient(op: front.Operation, tensors: Tensors, options: Options, extra
     """A call that autograd follows: its out, or (out, lse). UnsupportedError for what has no gradient."""
     same_bits = read_deterministic(deterministic)
     if options[_SPEC]:
-        _check(options)
+        _check(options, extra)
     if out is not None:
         raise UnsupportedError("a gradient is asked for, and autograd follows no result that is written into `out`",
                                where="out", allowed="None where q, k or v requires a gradient",
@@ -80,15 +88,20 @@ def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[],
     refuse_wrapped(**{arg.name: t for arg, t in zip(signature.tensors, tensors, strict=True)})
     deterministic = read_deterministic(None)
     try:
-        _check(options)
+        _check(options, extra)
     except UnsupportedError as error:
         return refused_later(error, run, (*tensors, *extra))
     return _follow(run, options, deterministic, *tensors, *extra)
 
 
-def _check(options: Options) -> None:
+def _check(options: Options, extra: tuple[Tensor, ...]) -> None:
     """UnsupportedError where the options have no gradient."""
     if text := options[_SPEC].removesuffix(MARK):
         from flashgen.runtime.ops.attention.parameters import check_differentiable  # bundles serve without specs
 
         check_differentiable(text)
+        own = extra[text != options[_SPEC]:]  # less the seed of dropout
+        if own:
+            from flashgen.runtime.ops.attention.parameter_gradients import check_parameters
+
+            check_parameters(text, own)

@@ -69,6 +69,15 @@ def check_differentiable(text: str) -> None:
                                where=where, allowed="specs with normalize: softmax", next="torch.no_grad()")
 
 
+def tensors_of(text: str) -> tuple[TensorParam, ...]:
+    """Those among the parameters of a call's spec, in the order of a call's tensors; the sink is the last."""
+    handle = text.rpartition(SEPARATOR)[0]
+    return tuple(param for param in registry.params(handle) if isinstance(param, TensorParam)) if handle else ()
+
+
+tensors_of.__dict__["_dynamo_marked_constant"] = True  # torch.compile calls it while it traces
+
+
 def read_parameters(text: str, bound: Bound, sizes: Sizes, varlen: bool, device: torch.device) -> Parameters:
     """(handle, values of scalar parameters, tensors as pointers of plans, whether the last of these is a sink)."""
     handle, _, known = text.rpartition(SEPARATOR)

@@ -6,9 +6,7 @@
 #include "flashgen/ptx/math.cuh"
 #include "flashgen/query_range.cuh"
 
-struct alignas(8) FloatPair {
-  float x, y;
-};
+struct alignas(8) FloatPair { float x, y; };
 
 // The B operand of a product over a tile's rows, for warp `column_warp` of WARPS, a power of two, that share its columns.
 // They get blocks of 16 like cards dealt, so that each steps along them by immediates, whatever the number of columns.
@@ -113,40 +111,6 @@ FG_DEVICE void zero_masked(float (&x)[M][N][4], int kv_pos, int q_pos, SeenBy se
           if (!holds(here, 8 * n + i)) x[m][n][2 * h + i] = 0.0f;
     }
 }
-
-// The same where a mask takes long to ask: a bit for each pair that it lets through, found once for P and dS.
-template <int M, int N>
-struct SeenPairs {
-  uint32_t words[(4 * M * N + 31) / 32] = {};
-
-  // `sees(kv_pos, query)`, where the first key and query are those of this lane's element [0][0][0].
-  template <class Sees>
-  FG_DEVICE void find(int first_kv_pos, int first_query, Sees sees) {
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int bit = (m * N + n) * 4 + 2 * h + i;
-            if (sees(first_kv_pos + 16 * m + 8 * h, first_query + 8 * n + i)) words[bit / 32] |= 1u << bit % 32;
-          }
-  }
-
-  FG_DEVICE void zero_others(float (&x)[M][N][4]) const {
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int bit = (m * N + n) * 4 + i;
-          if ((words[bit / 32] >> bit % 32 & 1) == 0) x[m][n][i] = 0.0f;
-        }
-  }
-};
 
 // Rounds fragments to elements of a tile, free of bank conflicts thanks to its swizzle. `row` is that of this lane's
 // x[0][0][0]; fragment n goes to chunk `chunk` + n, where `chunk` is a multiple of N or of a panel.
