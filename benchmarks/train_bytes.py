@@ -4,7 +4,8 @@
 
 It writes loss curves, step times and peak memory to DIR/<gpu>/train-bytes.json. Models have about 10 M parameters; one
 has heads of 64 columns, one of 128, and in both query heads share keys and values. "sdpa-again" is torch's attention by
-another of its kernels: how far two right implementations part tells how far ours may.
+another of its kernels: how far two right implementations part tells how far ours may. The variants cap scores, see a
+window alone, and keep documents apart; flex-variant is torch's compiled FlexAttention.
 """
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ from flashgen.runtime.measure.device import CudaDevice
 WIDTH, LAYERS, SEQLEN, BATCH = 384, 6, 2048, 16
 LEARNING_RATE, WARMUP_STEPS = 1e-3, 50
 SMOOTHED_STEPS = 25     # of a loss curve, where two are compared
+LINES_PER_DOCUMENT = 20
 TEXT_BYTES = 16 << 20
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v: [batch, seqlen, heads, head_dim]; causal
+# From q, k, v [batch, seqlen, heads, head_dim] and the document of each position, [batch, seqlen]. All are causal.
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Shape(NamedTuple):
@@ -64,11 +67,11 @@ class Block(nn.Module):
         self.out = nn.Linear(shape.num_heads_q * shape.head_dim, WIDTH, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor, documents: Tensor) -> Tensor:
         head_dim, heads, kv_heads = self.shape
         heads_first = self.qkv(self.norms[0](x)).unflatten(-1, (-1, head_dim))
         q, k, v = heads_first.split((heads, kv_heads, kv_heads), dim=2)
-        x = x + self.out(self.attend(rotated(q, turns), rotated(k, turns), v).flatten(2))
+        x = x + self.out(self.attend(rotated(q, turns), rotated(k, turns), v, documents).flatten(2))
         x = x + self.down(functional.gelu(self.up(self.norms[1](x))))
         return x
 
@@ -91,8 +94,9 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        documents = (tokens == ord("\n")).cumsum(1).div(LINES_PER_DOCUMENT, rounding_mode="floor").int()
         for block in self.blocks:
-            x = block(x, self.turns)
+            x = block(x, self.turns, documents)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -100,7 +104,7 @@ class Gpt(nn.Module):
 # -- attentions
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def ours(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     out = flashgen.attention(q, k, v, causal=True)
     assert isinstance(out, Tensor)
     return out
@@ -109,7 +113,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def sdpa(backend: str) -> Attend:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(getattr(SDPBackend, backend)):
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -117,8 +121,48 @@ def sdpa(backend: str) -> Attend:
     return attend
 
 
-ATTENTIONS: dict[str, Attend] = {"flashgen": ours, "sdpa": sdpa("FLASH_ATTENTION"),
-                                 "sdpa-again": sdpa("CUDNN_ATTENTION")}
+# A variant: softcapped scores, a window, and documents that do not see each other.
+SOFTCAP, WINDOW = 30.0, 512
+VARIANT_MASK = f"kv_pos <= q_pos and q_pos - kv_pos < {WINDOW} and doc[batch, kv_pos] == doc[batch, q_pos]"
+
+
+def our_variant() -> Attend:
+    made = flashgen.variant(f"{SOFTCAP} * tanh(score / {SOFTCAP})", VARIANT_MASK, params={
+        "doc": {"type": "tensor", "dtype": "int32", "shape": ["batch", "seqlen_kv"], "sorted": True}})
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        out = flashgen.attention(q, k, v, spec=made, params={"doc": documents})
+        assert isinstance(out, Tensor)
+        return out
+    return attend
+
+
+def flex_variant() -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    blocks: Any = torch.compile(create_block_mask)
+    held: dict[int, Any] = {}  # the block mask of a step serves all of its layers
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        def seen(b: Tensor, h: Tensor, q_pos: Tensor, kv_pos: Tensor) -> Tensor:
+            same = documents[b, kv_pos] == documents[b, q_pos]
+            return (kv_pos <= q_pos) & (q_pos - kv_pos < WINDOW) & same
+
+        if id(documents) not in held:
+            held.clear()
+            held[id(documents)] = blocks(seen, q.shape[0], None, q.shape[1], k.shape[1], device=q.device)
+        out: Tensor = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=held[id(documents)], enable_gqa=True,
+                       score_mod=lambda score, b, h, q_pos, kv_pos: SOFTCAP * torch.tanh(score / SOFTCAP))
+        return out.transpose(1, 2)
+    return attend
+
+
+ATTENTIONS: dict[str, Callable[[], Attend]] = {
+    "flashgen": lambda: ours, "sdpa": lambda: sdpa("FLASH_ATTENTION"), "sdpa-again": lambda: sdpa("CUDNN_ATTENTION"),
+    "flashgen-variant": our_variant, "flex-variant": flex_variant,
+}
+COMPARED = (("flashgen", "sdpa"), ("sdpa-again", "sdpa"), ("flashgen-variant", "flex-variant"))
 
 
 # -- training
@@ -179,7 +223,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
     for axes, shape in zip(figure.subplots(1, len(SHAPES), sharey=True), SHAPES, strict=True):
         for row in (row for row in rows if row["head_dim"] == shape.head_dim):
             axes.plot(smoothed(row["losses"]), label=f"{row['attention']}, {row['step_ms']:.1f} ms a step",
-                      linestyle="-" if row["attention"] == "flashgen" else "--")
+                      linestyle="-" if row["attention"].startswith("flashgen") else "--")
         axes.set(title=f"head dim {shape.head_dim}, {shape.num_heads_q} query heads over {shape.num_heads_kv}",
                  xlabel="step", ylabel="loss (nats per byte)")
         axes.legend()
@@ -195,13 +239,14 @@ def main() -> None:
     options = parser.parse_args()
     device, data, rows = CudaDevice(), text(), []
     for shape in SHAPES:
-        for name, attend in ATTENTIONS.items():
+        for name, make in ATTENTIONS.items():
             print(f"head dim {shape.head_dim}, {name}", file=sys.stderr)
-            rows.append({"attention": name, **shape._asdict(), **train(shape, attend, data, options.steps, "cuda")})
+            rows.append({"attention": name, **shape._asdict(), **train(shape, make(), data, options.steps, "cuda")})
     for shape in SHAPES:
         curves = {row["attention"]: row["losses"] for row in rows if row["head_dim"] == shape.head_dim}
-        for name in ("flashgen", "sdpa-again"):
-            print(f"head dim {shape.head_dim}: {name} is at most {apart(curves[name], curves['sdpa']):.4f} from sdpa")
+        for name, other in COMPARED:
+            distance = apart(curves[name], curves[other])
+            print(f"head dim {shape.head_dim}: {name} is at most {distance:.4f} from {other}")
     for row in rows:
         print(f"head dim {row['head_dim']}, {row['attention']}: {row['step_ms']} ms a step, loss "
               f"{row['losses'][-1]:.3f}, peak {row['peak_bytes'] / 2**30:.2f} GiB")

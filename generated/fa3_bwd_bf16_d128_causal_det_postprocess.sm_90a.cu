@@ -10,6 +10,7 @@
 
 #include "flashgen/divisor.cuh"
 #include "flashgen/epilogue.cuh"
+#include "flashgen/ptx/griddepcontrol.cuh"
 #include "flashgen/sequences.cuh"
 
 using Element = bf16;
@@ -70,6 +71,7 @@ FG_DEVICE void read_fragments(float (&x)[1][N][4], const float* group) {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 fa3_bwd_bf16_d128_causal_det_postprocess(const __grid_constant__ Params p) {
+  griddepcontrol_wait();
   constexpr int GROUPS = BLOCK_M / GROUP_ROWS;
   const int group = blockIdx.x % GROUPS, block = blockIdx.x / GROUPS;
   const int tile = block % p.q_tiles, head_q = block / p.q_tiles;

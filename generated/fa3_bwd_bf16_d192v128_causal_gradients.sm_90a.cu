@@ -542,6 +542,7 @@ fa3_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   unsigned char* const smem = dyn_smem();
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(smem + SMEM_BARRIERS);
   const int warp = first_lane(threadIdx.x / WARP_SIZE);
+  griddepcontrol_launch_dependents();  // the next kernel's blocks may come as soon as these leave
   if (warp == 0) init_barriers(p, barriers);
   if (warp == 1) {
     const KeyBlock b = key_block(p, blockIdx.x);
@@ -549,6 +550,7 @@ fa3_bwd_bf16_d192v128_causal_gradients(const __grid_constant__ Params p) {
   }
   sync_block();
   if (block_of(smem).steps == 0) {
+    griddepcontrol_wait();  // the next kernel waits for this one alone, not for the one before
     store_zeros(p, block_of(smem).tile);
     return;
   }

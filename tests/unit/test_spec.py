@@ -209,6 +209,7 @@ def keep_rules_of_pass(kept: dict[str, Any]) -> dict[str, Any]:
     found = FAMILIES[kept["family"]].by_name[kept["pass"]]
     kept |= {name: values[0] for name, values, _ in found.only if kept[name] not in values}
     kept["kernel"] = kept["kernel"] if kept["kernel"] in found.kernel_names else found.kernel_names[0]
+    kept["deterministic"] = kept["deterministic"] and kept["mask"] == "none"
     kept["batch_invariant"] = kept["batch_invariant"] and (kept["pass"] != "bwd" or kept["deterministic"])
     return kept
 

@@ -141,12 +141,14 @@ def _around(spec: Spec, gradients: Plan, constants: tuple[Constant, ...], params
              Param("q_tiles", "divisor", "query tiles per head, of all sequences"))
     if spec.kernel == "postprocess":
         sizes += Param("softmax_scale", "f32", "of dQ"),
-    flags = (("deterministic", spec.deterministic),
-             ("programmatic", gradients.launch.programmatic)) if spec.kernel == "preprocess" else ()
+    programmatic = gradients.launch.programmatic
+    flags = (("programmatic", programmatic),
+             *((("deterministic", spec.deterministic),) if spec.kernel == "preprocess" else ()))
     return replace(
         gradients, variant=spec.variant, spec=spec.fields(), template=f"backward/{spec.kernel}.cu.j2",
         constants=(*tiles, *constants), slots=(("row_tile", spec.kv_layout), *slots), flags=flags,
         params=(*params, *LAYOUTS[spec.kv_layout][:1], *strides, *sizes), smem=smem,
         roles=(Role(str(spec.kernel), threads // 32),),
-        launch=Launch(threads, 1, smem[-1].size_bytes if smem else 0, grid), tensor_maps=(), barriers=(),
+        launch=Launch(threads, 1, smem[-1].size_bytes if smem else 0, grid,
+                      programmatic=programmatic and spec.kernel == "postprocess"), tensor_maps=(), barriers=(),
         wgmma_shapes=(), register_usage_level=None, notes=(), allowed_spill_bytes=0, expressions=())
