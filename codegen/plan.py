@@ -67,6 +67,7 @@ CTYPES: dict[str, CType] = {
     "i32_ptr": CType("const int32_t*", "Q", 8),
     "f32_ptr": CType("const float*", "Q", 8),
     "bool_ptr": CType("const bool*", "Q", 8),
+    "i64_ptr": CType("const int64_t*", "Q", 8),
     "i64": CType("int64_t", "q", 8),
     "i32": CType("int32_t", "i", 4),
     "divisor": CType("Divisor", "12s", 12, 4),  # an int32 by which the kernel divides: runtime/launch/kernel.py

@@ -15,7 +15,7 @@ import jinja2.sandbox
 
 from flashgen.codegen.families.registry import loops_of
 from flashgen.codegen.plan import CTYPES, Expression, Param, Part, Plan
-from flashgen.codegen.slots import EXPRESSION_FLAGS, PIECES, SLOTS
+from flashgen.codegen.slots import PIECES, RARE_CHOICES, RARE_FLAGS, SLOTS
 from flashgen.codegen.source import Source
 from flashgen.codegen.wgmma import HEADER as WGMMA_HEADER
 from flashgen.codegen.wgmma import render_wgmma
@@ -40,10 +40,10 @@ def render(plan: Plan) -> Source:
     """The CUDA text of a plan with the headers it reaches. Same plan, same bytes. Raises TemplateError."""
     loops = loops_of(plan)
     alternating = any(loop.may_reach_end for loop in loops)
-    choices = {**dict(plan.slots), "loops": "alternating" if alternating else "in_turn"}
+    choices = {**RARE_CHOICES, **dict(plan.slots), "loops": "alternating" if alternating else "in_turn"}
     try:
         template = environment().get_template(plan.template)
-        text = template.render(plan=_view(plan), flags=dict.fromkeys(EXPRESSION_FLAGS, False) | dict(plan.flags),
+        text = template.render(plan=_view(plan), flags=dict.fromkeys(RARE_FLAGS, False) | dict(plan.flags),
                                kv_loops=loops, **{e.slot: _wrapped(e) for e in plan.expressions},
                                **{slot: _pieces(plan.family, slot, choice) for slot, choice in choices.items()
                                   if slot in PIECES},

@@ -26,6 +26,7 @@ A slot's contract is the set of device functions its files define:
   key_layout (backward) KeyTileCoord key_tile_coord(p, tile, head); dk_rows and dv_rows, each of (p, work), the first
           rows of its results; `key_inputs` (where threads copy) has q_rows and dout_rows, each of (p, work, head_q),
           and k_rows and v_rows
+  first_row (dropout) uint32_t first_row(p, work): the place of a sequence's first query among those of all sequences
   coordinates  (tensor maps) map_q_row, map_kv_row, map_batch, each of (work)
 """
 from __future__ import annotations
@@ -66,6 +67,9 @@ EXPRESSION_FLAGS = (  # flags of the skeletons that only plans with expressions 
     "parameter_gradients",  # backward: of tensors that the score reads
 )
 
+RARE_FLAGS = (*EXPRESSION_FLAGS, "dropout")  # false where a plan does not list them
+RARE_CHOICES = {"dropout": "none"}            # of slots that a plan need not list
+
 ORDERS: dict[str, tuple[Param, ...]] = {
     "in_order": (),
     "longest_first": (Param("heads_per_section", "divisor", "query heads whose keys and values L2 holds together"),
@@ -86,7 +90,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
     "queries": ("full", "causal", "window"), "turns": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS),
     "dq_order": ("vector", "component"), "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS),
-    "key_mask": ("expression",), "score_slope": tuple(SCORES),
+    "key_mask": ("expression",), "score_slope": tuple(SCORES), "first_row": tuple(LAYOUTS),
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
 
@@ -102,6 +106,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "slopes": ("times_p", "times_ds"),    # fa2, backward: what is multiplied by the score's slope
     "steps": ("ranges", "classes"),       # fa2, backward: tiles of queries are a range, or are found by their class
     "p_precision": ("fp32", "element"),   # fa3, backward: of the P that dS is made of
+    "dropout": ("none", "philox"),        # fa2, backward: all of P is multiplied with dO, or what dropout keeps
 }
 
 

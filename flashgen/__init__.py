@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec, load_specs
     from flashgen.runtime.ops.attention.block_map import block_map, unpack_bits
     from flashgen.runtime.ops.attention.call import attention
+    from flashgen.runtime.ops.attention.dropout import dropout_mask
     from flashgen.runtime.ops.attention_backward.call import attention_backward
     from flashgen.runtime.ops.mla_decode.call import mla_decode
     from flashgen.runtime.ops.mla_decode.schedule import mla_schedule
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from flashgen.runtime.select.lookup import load_bundle, reload
     from flashgen.runtime.select.variant import variant
 
-__all__ = ["MlaSchedule", "Spec", "attention", "attention_backward", "block_map", "errors", "explain", "load_bundle",
-           "load_specs", "mla_decode", "mla_schedule", "reload", "unpack_bits", "variant"]
+__all__ = ["MlaSchedule", "Spec", "attention", "attention_backward", "block_map", "dropout_mask", "errors", "explain",
+           "load_bundle", "load_specs", "mla_decode", "mla_schedule", "reload", "unpack_bits", "variant"]
 
 _HOMES = {
     "MlaSchedule": "flashgen.runtime.ops.mla_decode.signature",
@@ -33,6 +34,7 @@ _HOMES = {
     "attention": "flashgen.runtime.ops.attention.call",
     "attention_backward": "flashgen.runtime.ops.attention_backward.call",
     "block_map": "flashgen.runtime.ops.attention.block_map",
+    "dropout_mask": "flashgen.runtime.ops.attention.dropout",
     "explain": "flashgen.codegen.explain.explain",
     "load_bundle": "flashgen.runtime.select.lookup",
     "load_specs": "flashgen.codegen.spec.spec",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from flashgen.codegen.spec.show import show
 from flashgen.errors import SpecError
 
-EXTRA = ("mask", "params", "align", "sink", "normalize")  # absent from Spec.fields() at their defaults
+EXTRA = ("mask", "params", "align", "sink", "normalize", "dropout")  # absent from Spec.fields() at their defaults
 
 
 @dataclass(frozen=True)

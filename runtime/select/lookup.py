@@ -31,7 +31,7 @@ from flashgen.runtime.launch.driver import device_facts
 from flashgen.runtime.launch.kernel import Kernel
 from flashgen.runtime.select.bundle import Bundle
 from flashgen.runtime.select.handles import Form, forget_paths, form, opened, title
-from flashgen.runtime.select.selector import Selector, Wanted, selector, serving
+from flashgen.runtime.select.selector import DROPOUT, Selector, Wanted, score_of, selector, serving
 from flashgen.runtime.select.variant import Variant
 
 if TYPE_CHECKING:
@@ -240,7 +240,8 @@ def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[Family, ...]) ->
     return [{"family": family.name, "pass_": family.by_op[wanted.op].name, "arch": arch,
              "dtype": wanted.dtype, "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v,
              "causal": wanted.causal, "window": wanted.window, "kv_layout": wanted.kv_layout,
-             **{name: value for name, value in wanted.traits if name in [trait.option for trait in family.traits]}}
+             **{name: value for name, value in wanted.traits if name in [trait.option for trait in family.traits]},
+             **({DROPOUT: True} if wanted.dropout else {})}
             for arch in archs for family in families]
 
 
@@ -253,7 +254,8 @@ def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> S
     """The variant of a named spec that serves the call best, of the fastest family and for the closest target."""
     by_selector: dict[Selector, list[Spec]] = {}
     for spec in variants:
-        by_selector.setdefault(selector(spec.fields(), spec.arch)._replace(score="none"), []).append(spec)
+        plain = selector(spec.fields(), spec.arch)._replace(score=score_of(bool(getattr(spec, DROPOUT, False))))
+        by_selector.setdefault(plain, []).append(spec)
     found = [spec for family in fastest_first(wanted.op) for arch in archs
              for choice in serving(wanted, arch, family) for spec in by_selector.get(choice, ())]
     for spec in found:
@@ -304,6 +306,11 @@ def _variant(family: Family, wanted: Wanted, archs: list[str]) -> Spec | str:
     for choice in choices:
         if choice in shipped:
             return shipped[choice]
+    if wanted.dropout:
+        plain = _variant(family, replace(wanted, dropout=False), archs)
+        if isinstance(plain, str):
+            return plain
+        return plain.with_(dropout=True) if hasattr(family.options, DROPOUT) else "it has no dropout"
     dims: dict[str, Any] = {"head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v}
     models = {choice._replace(**dims): spec for choice, spec in shipped.items()
               if spec.name == f"{family.name}_{choice.pass_}" and spec.arch in archs}
@@ -338,8 +345,8 @@ def _asked(wanted: Wanted) -> str:
     dims = f"{wanted.dtype}, head dims ({wanted.head_dim_qk}, {wanted.head_dim_v})"
     if wanted.op != "attention":
         in_turns = ", deterministic" if dict(wanted.traits).get("deterministic") else ""
-        return f"{wanted.op}, {dims}, {wanted.kv_layout}{in_turns}"
-    return f"{dims}, {mask} mask, {wanted.kv_layout}" + (", lse" if wanted.lse else "")
+        return f"{wanted.op}, {dims}, {wanted.kv_layout}{in_turns}" + ", dropout" * wanted.dropout
+    return f"{dims}, {mask} mask, {wanted.kv_layout}" + ", lse" * wanted.lse + ", dropout" * wanted.dropout
 
 
 def _compiled(spec: Spec, device_index: int) -> Kernel:

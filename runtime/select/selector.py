@@ -32,6 +32,10 @@ class Wanted:
     tensor_maps: bool = True  # whether tensor maps can describe q, k, v and out: tensor_map.fits_maps
     op: str = "attention"     # the operation, which a pass of each family answers
     traits: tuple[tuple[str, Any], ...] = ()  # (option, wanted value) where the call says: Trait of families/family.py
+    dropout: bool = False     # whether weights are dropped: no trait, since families without it must not serve
+
+
+DROPOUT = "dropout"  # a spec field; it tells kernels apart as expressions do, so that no call gets one unasked
 
 
 class Selector(NamedTuple):
@@ -73,7 +77,7 @@ def serving(wanted: Wanted, arch: str, family: Family) -> Iterator[Selector]:
     """Selectors of the family's kernels that serve the call, the best first."""
     asked: dict[str, Any] = {
         "arch": arch, "family": family.name, "pass_": family.by_op[wanted.op].name, "dtype": wanted.dtype,
-        "score": "none", "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v,
+        "score": score_of(wanted.dropout), "head_dim_qk": wanted.head_dim_qk, "head_dim_v": wanted.head_dim_v,
         "kv_layout": wanted.kv_layout}
     own = [[(trait.option, value) for value in trait.serving(dict(wanted.traits).get(trait.option, trait.unasked))]
            for trait in family.traits]
@@ -82,6 +86,11 @@ def serving(wanted: Wanted, arch: str, family: Family) -> Iterator[Selector]:
             asked |= zip(preference.fields, value, strict=True)
         for traits in itertools.product(*own):
             yield Selector(**asked, traits=traits)
+
+
+def score_of(dropout: bool) -> str:
+    """Selector.score of kernels without expressions."""
+    return f"none; {DROPOUT}: True" if dropout else "none"
 
 
 def selector(fields: Iterable[tuple[str, object]], arch: str) -> Selector:

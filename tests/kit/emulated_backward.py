@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from flashgen.codegen.families.registry import lower, program_of
-from flashgen.codegen.families.shared.launch import UNBOUNDED, Sizes
+from flashgen.codegen.families.shared.launch import UNBOUNDED, Sizes, kept_of_65536
 from flashgen.codegen.render import render
 from flashgen.codegen.spec.rule import changed
 from flashgen.codegen.spec.spec import Spec
 from flashgen.runtime.emulator.kernel import EmulatedKernel
 from flashgen.runtime.emulator.program import EmulatedProgram
 from flashgen.runtime.emulator.schedule import Schedule, scheduled
+from flashgen.runtime.ops.attention.dropout import dropout_mask
 from flashgen.runtime.verify.expression_mods import ExpressionMods
 from flashgen.runtime.verify.reference import reference
 
@@ -23,6 +24,7 @@ KERNELS = ("preprocess", "gradients", "postprocess")
 # Relative to the norm of the true gradient: P and dS are rounded to the element type, and each result is.
 TOLERANCE = {"bf16": 4e-3, "fp16": 5e-4}
 OF_TENSORS = 5  # times that: sums of dS over many rows cancel, and `out` is rounded, of which delta is made
+SEED = torch.tensor([0x123456789ABCDEF, 7])
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Call:
     window: tuple[int, int] = UNBOUNDED
     rest: tuple[int, int] = (0, 0)
     dlse: bool = False
+    dropout_p: float = 0.0
     params: Mapping[str, Any] = field(default_factory=dict)  # of the spec's expressions
 
 
@@ -53,7 +56,7 @@ def check_backward(spec: Spec, call: Call, schedule: Schedule, data: int | None 
     k, v = (rows(1, call.num_heads_kv, columns) for columns in (spec.head_dim_qk, spec.head_dim_v))
     dlse = torch.randn(call.num_heads_q, len(q), generator=make) if call.dlse else None
     out, lse, wanted = _truth(spec, call, q, k, v, dout, dlse)
-    given = {"q": q, "k": k, "v": v, "out": out.to(dtype), "dout": dout}
+    given = {"dropout_seed": SEED, "q": q, "k": k, "v": v, "out": out.to(dtype), "dout": dout}
     made = {name: torch.full_like(like, torch.nan) for name, like in (("dq", q), ("dk", k), ("dv", v))}
     per_row = {"lse": lse, **({} if dlse is None else {"dlse": dlse})}
     if varlen:
@@ -83,7 +86,7 @@ def _launch(spec: Spec, call: Call, tensors: dict[str, Tensor], schedule: Schedu
                for axis, stride in zip(axes, tensors[name].stride(), strict=False)}
     seqlen_q, seqlen_kv = (len(tensors[name]) for name in "qk") if varlen else call.lengths[0]
     sizes = Sizes(len(call.lengths), seqlen_q, seqlen_kv, call.num_heads_q, call.num_heads_kv, spec.head_dim_qk**-0.5,
-                  call.top_left, call.window, strides)
+                  call.top_left, call.window, strides, call.dropout_p)
     program = program_of(plans[0], sizes, 4, *plans[1:])
     values = {f"user_{name}": value for name, value in ExpressionMods.of(spec, call.params).values.items()}
     tensors |= {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -101,6 +104,9 @@ def _truth(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
     if changed(spec):
         return _truth_of_expressions(spec, call, q, k, v, dout, dlse)
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    kept = dropout_mask(SEED, call.dropout_p, num_heads=call.num_heads_q, seqlen_q=len(q), cu_seqlens_q=torch.tensor(
+        [0, *(pair[0] for pair in call.lengths)]).cumsum(0).int(), seqlen_kv=max(pair[1] for pair in call.lengths))
+    kept = kept * (65536 / kept_of_65536(call.dropout_p))
     outs, lses, begin = [], [], (0, 0)
     for pair in call.lengths:
         end = begin[0] + pair[0], begin[1] + pair[1]
@@ -112,7 +118,7 @@ def _truth(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
         exists = seen.any(-1, keepdim=True)  # a row that sees no key has 0 / 1 in place of 0 / 0
         scores = (queries @ keys.mT * spec.head_dim_qk**-0.5).masked_fill(~seen, -torch.inf).masked_fill(~exists, 0.0)
         p = torch.softmax(scores, -1).masked_fill(~exists, 0.0)
-        outs.append((p @ values).transpose(0, 1))
+        outs.append((p * kept[:, begin[0]:end[0], :pair[1]] @ values).transpose(0, 1))
         sums = scores.logsumexp(-1) if pair[1] else torch.zeros(scores.shape[:2], dtype=torch.float64)
         lses.append(sums.masked_fill(~exists[:, 0], -torch.inf))
         begin = end

@@ -143,7 +143,7 @@ def test_params_layout_is_the_c_layout():
 CHANGES = {
     "name": "other", "arch": "sm_80", "dtype": "fp16", "head_dim_qk": 96, "head_dim_v": 32, "causal": True,
     "window": True, "kv_layout": "varlen", "lse": False, "batch_invariant": True, "tile": Tile(m=64, n=32), "stages": 3,
-    "roles": Roles(mma=8), "blocks_per_sm": 1, "q_operand": "shared",
+    "roles": Roles(mma=8), "blocks_per_sm": 1, "q_operand": "shared", "dropout": True,
 }
 FA3_CHANGES = {"family": "fa3", "q_stages": 2, "p_operand": "shared", "schedule": "overlap", "split": True,
                "pack_gqa": True}

@@ -193,9 +193,10 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
         kept["align"] = "bottom_right"
     if kept["normalize"] == "none":
         kept |= {"lse": False, "sink": "none"}
+    changed = any(kept[name] != "none" for name in ("score", "mask", "sink")) or kept["normalize"] == "none"
+    kept["dropout"] = kept["dropout"] and not changed
     if kept["family"] == "fa3":
         warpgroups = 1 + (kept["roles"] or {"mma": 11})["mma"] % 4
-        changed = any(kept[name] != "none" for name in ("score", "mask", "sink")) or kept["normalize"] == "none"
         kept |= {"arch": "sm_90a", "roles": kept["roles"] and {"mma": 4 * warpgroups},
                  "tile": kept["tile"] and kept["tile"] | {"m": 64 * warpgroups},
                  "schedule": "overlap" if warpgroups == 1 and kept["schedule"] == "pingpong" else kept["schedule"],

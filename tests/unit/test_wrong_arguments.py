@@ -68,6 +68,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = {
         **NO_QUERIES, "dout": NO_QUERIES["q"], "out": NO_QUERIES["q"], "lse": torch.zeros(1, 2, 0)}, ()),
     "block_map": (flashgen.block_map, {"kv_num_blocks": torch.tensor([1, 1]), "kv_indices": torch.tensor([[0], [1]]),
                                        "shape": (2, 2)}, ()),
+    "dropout_mask": (flashgen.dropout_mask, {"seed": torch.tensor([3, 4]), "dropout_p": 0.5, "num_heads": 2,
+                                             "seqlen_q": 3, "seqlen_kv": 5}, ()),
     "explain": (flashgen.explain, {"spec": flashgen.Spec(**SPEC)}, SIZES),
     "load_bundle": (flashgen.load_bundle, {"directory": "/nonexistent"}, ()),
     "load_specs": (flashgen.load_specs, {"path": "fa2_fwd"}, ()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.families.fa2 import dropout
 from flashgen.codegen.families.fa2.bwd_tiles import BWD_TILES, SLOPES, BwdTileRow
 from flashgen.codegen.families.shared import backward_expressions as expressions
 from flashgen.codegen.families.shared.backward import GROUP_ROWS
@@ -69,11 +70,12 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         constants=_constants(spec, tile, shares, target),
         slots=(("key_layout", spec.kv_layout), ("key_inputs", spec.kv_layout), *expressions.slots_of(spec),
                ("dq_order", "component"), ("steps", "classes" if mask == "expression" else "ranges"),
-               *expressions.slopes_of(spec), *turns_slot(spec, mask)),
+               *expressions.slopes_of(spec), *turns_slot(spec, mask), *dropout.slots_of(spec)),
         flags=(("tile_words", mask == "expression"), ("deterministic", spec.deterministic),
-               *expressions.flags_of(spec)),
-        params=(*gradient_params(spec), *expressions.pointer_params(spec), *gradient_strides(spec),
-                *gradient_sizes(spec), *expressions.slot_params(spec)),
+               *expressions.flags_of(spec), *dropout.flags_of(spec)),
+        params=(*gradient_params(spec), *expressions.pointer_params(spec), *dropout.pointer_params(spec),
+                *gradient_strides(spec), *gradient_sizes(spec), *expressions.slot_params(spec),
+                *dropout.scalar_params(spec)),
         smem=smem, roles=(Role("mma", tile.warps),),
         launch=Launch(32 * tile.warps, tile.blocks_per_sm, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = n_tiles * num_heads_kv" + ("" if spec.kv_layout == "varlen" else " * batch")),

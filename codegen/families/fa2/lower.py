@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.families.fa2 import dropout
 from flashgen.codegen.families.fa2.tiles import TILES, TileRow
 from flashgen.codegen.families.shared import expressions
 from flashgen.codegen.families.shared.params import size_params, stride_params, tensor_params
@@ -46,10 +47,10 @@ def lower(spec: Spec, target: Target) -> Plan:
         template="fa2/fwd.cu.j2", element=DTYPES[spec.dtype].element,
         constants=_constants(spec, tile, cols_qk, cols_v, target),
         slots=(("layout", spec.kv_layout), ("inputs", spec.kv_layout), *expressions.slots_of(spec),
-               ("query", tile.q_operand)),
+               ("query", tile.q_operand), *dropout.slots_of(spec)),
         flags=(("lse", spec.lse), ("varlen", spec.kv_layout == "varlen"), ("softmax", spec.normalize == "softmax"),
                ("q_in_shared", tile.q_operand == "shared"), ("tile_words", mask == "expression"),
-               *expressions.flags_of(spec)),
+               *expressions.flags_of(spec), *dropout.flags_of(spec)),
         params=_params(spec), smem=smem, roles=(Role("mma", tile.warps),),
         launch=Launch(32 * tile.warps, tile.blocks_per_sm, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = m_tiles * num_heads_q" + ("" if spec.kv_layout == "varlen" else " * batch")),
@@ -100,5 +101,6 @@ def _constants(spec: Spec, tile: TileRow, cols_qk: int, cols_v: int, target: Tar
 
 def _params(spec: Spec) -> tuple[Param, ...]:
     """Pointers and 64-bit strides first, so that the struct has no holes."""
-    return (*tensor_params(spec), *LAYOUTS[spec.kv_layout], *expressions.pointer_params(spec), *stride_params(spec),
-            *size_params(spec), *expressions.slot_params(spec))
+    return (*tensor_params(spec), *LAYOUTS[spec.kv_layout], *expressions.pointer_params(spec),
+            *dropout.pointer_params(spec), *stride_params(spec), *size_params(spec), *expressions.slot_params(spec),
+            *dropout.scalar_params(spec))

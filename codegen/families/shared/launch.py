@@ -29,6 +29,7 @@ class Sizes(NamedTuple):
     top_left: bool = False
     window: tuple[int, int] = UNBOUNDED  # as in the API
     strides: Mapping[str, int] = {}      # in elements, named as in the plan
+    dropout_p: float = 0.0               # which only plans with `dropout` read
 
 
 class QuerySizes(NamedTuple):
@@ -71,19 +72,25 @@ def is_varlen(plan: Plan) -> bool:
     return plan.spec_value("kv_layout") == "varlen"
 
 
+def kept_of_65536(dropout_p: float) -> int:
+    """Of so many equally likely 16-bit numbers, those that keep a weight: dropout_p counts in steps of 2^-16. One at
+    least, for a probability next to 1."""
+    return max(round((1.0 - dropout_p) * 65536), 1)
+
+
 def tiled_values(plan: Plan, block_m: int, sizes: Sizes) -> dict[str, Number]:
     """Sizes, tiles of `block_m` query rows, mask and strides.
 
     An unbounded side of the window becomes a count that reaches past both sequences, so that the kernel's sums cannot
     wrap. UnsupportedError if the tiles are too many.
     """
-    batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, softmax_scale, top_left, window, strides = sizes
+    batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, softmax_scale, top_left, window, strides, dropout_p = sizes
     reach = max(seqlen_q, seqlen_kv)
     top_left = top_left or dict(plan.spec).get("align") == "top_left"
     # A score expression takes the scale in; what it gives is in natural units.
     scale = 1.0 if any(p.name == "softmax_scale" for p in plan.params) else softmax_scale
     left, right = (reach if side < 0 else min(side, reach) for side in window)
-    varlen = is_varlen(plan)
+    varlen, kept = is_varlen(plan), kept_of_65536(dropout_p)
     # Varlen: what slots/layout/varlen.cuh.j2 sets aside, one tile per sequence beyond the floor, and one for the rest.
     m_tiles = seqlen_q // block_m + batch + 1 if varlen else -(-seqlen_q // block_m)
     num_tiles = m_tiles * num_heads_q * (1 if varlen else batch)
@@ -95,5 +102,6 @@ def tiled_values(plan: Plan, block_m: int, sizes: Sizes) -> dict[str, Number]:
         "num_heads_kv": num_heads_kv, "heads_per_kv_head": num_heads_q // num_heads_kv, "m_tiles": m_tiles,
         "num_tiles": num_tiles,
         "scale_log2": scale * LOG2_E, "softmax_scale": softmax_scale,
-        "align_bottom_right": int(not top_left), "window_left": left, "window_right": right, **strides,
+        "align_bottom_right": int(not top_left), "window_left": left, "window_right": right,
+        "keep_last": kept - 1, "keep_scale": 65536 / kept, **strides,
     }

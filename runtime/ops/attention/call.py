@@ -12,7 +12,7 @@ from torch import Tensor
 from flashgen.codegen.families.registry import program_of
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import RAW_ERRORS, check_unread, pair
-from flashgen.runtime.ops.attention.bound import UNBOUND, bound_parameters
+from flashgen.runtime.ops.attention.bound import UNBOUND, bound_parameters, bound_to_call
 from flashgen.runtime.ops.attention.checks import (
     CAUSAL_CODES,
     WINDOW_ALLOWED,
@@ -22,6 +22,7 @@ from flashgen.runtime.ops.attention.checks import (
     read_deterministic,
     side,
 )
+from flashgen.runtime.ops.attention.dropout import taken_off
 from flashgen.runtime.ops.attention.gradient import with_gradient
 from flashgen.runtime.ops.attention.signature import ATTENTION
 from flashgen.runtime.ops.attention.sizes import check_values, mappable, named_strides, read_call
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
     from flashgen.runtime.select.variant import Variant
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
-              window: tuple[int, int] = (-1, -1), softmax_scale: float | None = None, return_lse: bool = False,
-              cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
-              max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, out: Tensor | None = None,
-              spec: str | Path | Spec | Variant | None = None, params: Mapping[str, Any] | None = None,
-              deterministic: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False, window: tuple[int, int] = (-1, -1),
+              softmax_scale: float | None = None, return_lse: bool = False, cu_seqlens_q: Tensor | None = None,
+              cu_seqlens_kv: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None,
+              out: Tensor | None = None, spec: str | Path | Spec | Variant | None = None,
+              params: Mapping[str, Any] | None = None, deterministic: bool | None = None, dropout_p: float = 0.0,
+              dropout_seed: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: softmax(softmax_scale * q k^T + mask) v, without the score matrix in device memory.
 
     Args:
@@ -62,6 +63,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
         params: values for the parameters that the spec declares, by name: numbers, and tensors on the device. Other
             values never build another kernel.
         deterministic: whether gradients have the same bits each time; None: as torch's switch says. Results always do.
+        dropout_p: how likely a weight is dropped, in steps of 2^-16; the others are divided by 1 - dropout_p.
+        dropout_seed: [2] int64, what decides that (flashgen.dropout_mask); None: drawn from torch's generator.
 
     A row that sees no key gets out 0 and lse -inf; so do rows after the last sequence. q, k or v whose last dimension
     is not contiguous or whose rows are not 16-byte aligned are copied first. Any stride is fine otherwise.
@@ -82,10 +85,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
     if max_seqlen_q is not None or max_seqlen_kv is not None:
         check_unread(max_seqlen_q, max_seqlen_kv)
     text, ints, floats, extra = UNBOUND
-    if spec is not None or params is not None:
-        from flashgen.runtime.ops.attention.parameters import bound_to  # bundles serve without specs
-
-        text, ints, floats, extra = bound_to(spec, params)
+    if spec is not None or params is not None or type(dropout_p) is not float or dropout_p:
+        text, ints, floats, extra = bound_to_call(spec, params, dropout_p, dropout_seed, q.device)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_kv
     options = code, window[0], window[1], softmax_scale, text, ints, floats
     if followed or (extra and torch.is_grad_enabled() and any(t.requires_grad for t in extra)):
@@ -112,7 +113,8 @@ class Attention(front.Operation):
         varlen = cu_q is not None
         check_values(*call.tensors, window=(left, right), scale=scale)
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION.name)
-        handle, scalars, names, has_sink = bound_parameters(text, (ints, floats, call.extra), sizes, varlen, q.device)
+        text, bound, dropout_p = taken_off(text, (ints, floats, call.extra), q.device)
+        handle, scalars, names, has_sink = bound_parameters(text, bound, sizes, varlen, q.device)
         out_shape = ATTENTION.shapes(call.tensors, call.options)[0]
         if call.out is not None:
             check_out(call.out, out_shape, q)
@@ -120,10 +122,13 @@ class Attention(front.Operation):
             return Ready(copies=copies)
         # Of an empty call with a sink, which is the last of the parameters' tensors, lse holds the sink.
         nothing = Ready(lse=-1 if has_sink else None)
-        wanted = replace(wanted, lse=call.want_lse, spec=handle, tensor_maps=mappable(q, k, v, call.out))
+        wanted = replace(wanted, lse=call.want_lse, spec=handle, tensor_maps=mappable(q, k, v, call.out),
+                         dropout=dropout_p > 0)
         if 0 in out_shape or (sizes.batch == 0 and (scalars or names)):
             return nothing
-        sizes = sizes._replace(strides=named_strides(
+        if dropout_p:
+            names = ("dropout_seed", *names)
+        sizes = sizes._replace(dropout_p=dropout_p, strides=named_strides(
             q=q, k=k, v=v, out=q.new_empty(out_shape, device="meta") if call.out is None else call.out))
         kernels = {kernel.plan.step: kernel for kernel in kernels_for(wanted, q.device, sizes)}
         first, *others = kernels.values()

@@ -11,6 +11,7 @@ from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import flag
 from flashgen.runtime.ops.attention.checks import read_deterministic
+from flashgen.runtime.ops.attention.dropout import MARK
 from flashgen.runtime.ops.attention_backward.call import gradients, refused_later
 from flashgen.runtime.ops.signature import Options, Signature, Tensors
 from flashgen.runtime.ops.wrapped import refuse_wrapped
@@ -39,12 +40,14 @@ class _Followed(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         causal, left, right, scale, spec, ints, floats = ctx.options
-        needed, sums = ctx.needs_input_grad[_EXTRA:], tuple[Tensor, ...]()
+        text = spec.removesuffix(MARK)
+        own = extra[text != spec:]  # less the seed of dropout
+        needed, sums = ctx.needs_input_grad[_EXTRA + len(extra) - len(own):], tuple[Tensor, ...]()
         if any(needed):
             from flashgen.runtime.ops.attention import parameter_gradients
 
-            parameter_gradients.check_parameters(spec, extra, ctx.deterministic)
-            sums = parameter_gradients.sums_for(spec, extra, needed)
+            parameter_gradients.check_parameters(text, own, ctx.deterministic)
+            sums = parameter_gradients.sums_for(text, own, needed)
         dq, dk, dv = None, None, None
         if any(ctx.needs_input_grad[:_EXTRA]) or any(t.numel() for t in sums):
             dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
@@ -52,7 +55,8 @@ class _Followed(torch.autograd.Function):
                                    (*extra, *sums), numbers)
         made: list[Tensor | None] = [None] * len(extra)
         if any(needed):
-            made = parameter_gradients.of_all(spec, extra, needed, sums, (dout, out, lse, dlse, cu_seqlens_q))
+            made[len(extra) - len(own):] = parameter_gradients.of_all(
+                text, own, needed, sums, (dout, out, lse, dlse, cu_seqlens_q))
         return None, None, None, dq, dk, dv, None, None, *made
 
 
@@ -99,11 +103,12 @@ def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[],
 
 def _check(options: Options, extra: tuple[Tensor, ...], deterministic: bool) -> None:
     """UnsupportedError where the options have no gradient."""
-    if options[_SPEC]:
+    if text := options[_SPEC].removesuffix(MARK):
         from flashgen.runtime.ops.attention.parameters import check_differentiable  # bundles serve without specs
 
-        check_differentiable(options[_SPEC])
-        if extra:
+        check_differentiable(text)
+        own = extra[text != options[_SPEC]:]  # less the seed of dropout
+        if own:
             from flashgen.runtime.ops.attention.parameter_gradients import check_parameters
 
-            check_parameters(options[_SPEC], extra, deterministic)
+            check_parameters(text, own, deterministic)

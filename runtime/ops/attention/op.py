@@ -15,6 +15,7 @@ from flashgen.codegen.families.registry import lower
 from flashgen.codegen.families.shared.launch import is_persistent, splits_keys
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.spec import Spec
+from flashgen.runtime.ops.attention.dropout import spec_arguments
 from flashgen.runtime.ops.attention.edges import (
     MANY_TILES,
     company_problem,
@@ -67,7 +68,7 @@ def example(spec: Spec, shape: Shape) -> Example:
 
     def prepare() -> Callable[[], object]:
         x = problem.make_inputs()
-        return lambda: flashgen.attention(x.q, x.k, x.v, **x.keywords, spec=spec)
+        return lambda: flashgen.attention(x.q, x.k, x.v, **x.keywords, **spec_arguments(spec, x.q.device))
     return Example(prepare)
 
 
@@ -92,7 +93,8 @@ def run_poisoned(inputs: Inputs, *, spec: Spec | None = None, lse: bool = True,
     q, v = inputs.q, inputs.v
     out = poisoned(q.new_empty(*q.shape[:-1], v.shape[-1]) if out is None else out,
                    q.numel() // max(1, q.shape[-1]) if lse else 0)
-    result: Any = flashgen.attention(q, inputs.k, v, **inputs.keywords, return_lse=lse, out=out, spec=spec)
+    result: Any = flashgen.attention(q, inputs.k, v, **inputs.keywords, return_lse=lse, out=out,
+                                     **spec_arguments(spec, q.device))
     returned, returned_lse = result if lse else (result, None)
     return same_tensor(returned, out, "attention"), returned_lse
 

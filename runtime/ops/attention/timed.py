@@ -18,6 +18,7 @@ import flashgen
 from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import VerifyError
 from flashgen.runtime.measure.bench import Call, Device, Peer, Refused, sets_needed
+from flashgen.runtime.ops.attention.dropout import spec_arguments
 from flashgen.runtime.ops.attention.problem import Inputs, Problem
 
 FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")  # built from source; the wheel fa3-fwd
@@ -34,7 +35,7 @@ class AttentionJob:
 
     def options(self) -> dict[str, Any]:
         """What our call is given besides the inputs."""
-        return {"spec": self.spec}
+        return spec_arguments(self.spec, self.first.device)
 
     def calls(self, options: Mapping[str, Any]) -> list[Call]:
         return [functools.partial(flashgen.attention, x.q, x.k, x.v, out=out, **{**x.keywords, **options})

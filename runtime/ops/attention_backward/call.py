@@ -22,6 +22,7 @@ from flashgen.runtime.ops.attention.checks import (
     read_deterministic,
     side,
 )
+from flashgen.runtime.ops.attention.dropout import probability, taken_off, with_dropout
 from flashgen.runtime.ops.attention.sizes import check_values, mappable, named_strides, read_call
 from flashgen.runtime.ops.attention_backward.signature import ATTENTION_BACKWARD
 from flashgen.runtime.ops.front import Arguments, Ready, kernels_for
@@ -45,8 +46,8 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
                        softmax_scale: float | None = None, cu_seqlens_q: Tensor | None = None,
                        cu_seqlens_kv: Tensor | None = None, max_seqlen_q: int | None = None,
                        max_seqlen_kv: int | None = None, deterministic: bool | None = None,
-                       spec: str | Path | Spec | Variant | None = None,
-                       params: Mapping[str, Any] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                       spec: str | Path | Spec | Variant | None = None, params: Mapping[str, Any] | None = None,
+                       dropout_p: float = 0.0, dropout_seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), contiguous, of an attention call: the explicit form of what autograd does for flashgen.attention.
 
     Args:
@@ -58,6 +59,7 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
         deterministic: whether the same call gives the same bits each time. By default as
             torch.are_deterministic_algorithms_enabled() says.
         spec, params: as flashgen.attention takes them, or a spec of backward kernels.
+        dropout_p, dropout_seed: those of the forward call.
 
     Rows that see no key, keys that no query sees, and rows after the last sequence get zeros. The inputs that the
     kernels cannot read as they lie are copied first. Raises as flashgen.attention. The gradients have none themselves.
@@ -74,6 +76,10 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     require_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
     check_pair(cu_seqlens_q, cu_seqlens_kv)
     check_device("q", q)
+    if dropout_seed is None and probability(dropout_p):
+        raise UnsupportedError("dropout_p without the seed of the forward call", where="dropout_seed",
+                               allowed="the dropout_seed that flashgen.attention was given")
+    text, ints, floats, extra = with_dropout((text, ints, floats, extra), dropout_p, dropout_seed, q.device)
     return gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
                      (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), ints,
                       floats), extra)
@@ -149,18 +155,21 @@ class AttentionBackward(front.Operation):
         if copies := tuple(place for place, (arg, t) in enumerate(named) if not _readable(arg.name, t)):
             return Ready(copies=copies)
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION_BACKWARD.name)
-        extra, names_of_sums = _split(text, call.extra)
+        text, (ints, floats, given), dropout_p = taken_off(text, (ints, floats, call.extra), q.device)
+        extra, names_of_sums = _split(text, given)
         _, scalars, names, _ = bound_parameters(text, (ints, floats, extra), sizes, cu_q is not None, q.device)
         if sizes.batch == 0 or 0 in (*out.shape, *q.shape, *k.shape):
             return Ready()
         traits = (FIRST_KERNEL, SAME_BITS) if deterministic else (FIRST_KERNEL,)
-        wanted = replace(wanted, spec=_handle(text), tensor_maps=mappable(dout, q, k, v), traits=traits)
+        wanted = replace(wanted, spec=_handle(text), tensor_maps=mappable(dout, q, k, v), traits=traits,
+                         dropout=dropout_p > 0)
         made = {f"d{name}": t.new_empty(t.shape, device="meta") for name, t in (("q", q), ("k", k), ("v", v))}
-        sizes = sizes._replace(strides=named_strides(dout=dout, q=q, k=k, v=v, out=out, **made))
+        sizes = sizes._replace(dropout_p=dropout_p, strides=named_strides(dout=dout, q=q, k=k, v=v, out=out, **made))
         kernels = {kernel.plan.step: kernel for kernel in kernels_for(wanted, q.device, sizes)}
         first, *others = kernels.values()
         program = program_of(first.plan, sizes, first.num_sms, *(kernel.plan for kernel in others)).with_values(scalars)
-        if len(extra) == len(call.extra):  # nobody wants the gradients of parameters: null pointers
+        names = (*(("dropout_seed",) if dropout_p else ()), *names)
+        if len(extra) == len(given):  # nobody wants the gradients of parameters: null pointers
             nothing = tuple(Buffer(name, "f32", (0,)) for name in names_of_sums)
             return Ready(program._replace(buffers=(*program.buffers, *nothing)), kernels, names)
         return Ready(program, kernels, (*names, *names_of_sums))

@@ -18,6 +18,7 @@ from flashgen.codegen.families.registry import lower
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.rule import changed
 from flashgen.codegen.spec.spec import Spec
+from flashgen.runtime.ops.attention.dropout import spec_arguments
 from flashgen.runtime.ops.attention.edges import masks
 from flashgen.runtime.ops.attention.op import head_major, spread
 from flashgen.runtime.ops.attention.problem import Problem
@@ -43,7 +44,7 @@ def example(spec: Spec, shape: Shape) -> Example:
 
     def prepare() -> Callable[[], object]:
         x = problem.make_inputs()
-        return lambda: flashgen.attention_backward(*x.tensors, **x.keywords, spec=spec)
+        return lambda: flashgen.attention_backward(*x.tensors, **{**x.keywords, **spec_arguments(spec, x.q.device)})
     return Example(prepare)
 
 
@@ -70,7 +71,8 @@ def run(subject: Subject, inputs: BackwardInputs) -> Results:
     """The call that users make, into memory that held NaN before."""
     for t in (inputs.q, inputs.k, inputs.v):
         torch.full_like(t, NAN, memory_format=torch.contiguous_format)  # the allocator hands these blocks out again
-    return by_name(flashgen.attention_backward(*inputs.tensors, **inputs.keywords, spec=subject.spec))
+    return by_name(flashgen.attention_backward(*inputs.tensors, **{
+        **inputs.keywords, **spec_arguments(subject.spec, inputs.q.device)}))
 
 
 def identities(spec: Spec, plan: Plan, seed: int) -> Iterator[tuple[str, Identity, BackwardProblem]]:

@@ -16,6 +16,7 @@ import flashgen
 from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import VerifyError
 from flashgen.runtime.measure.bench import Call, Device, Peer, Refused, sets_needed
+from flashgen.runtime.ops.attention.dropout import spec_arguments
 from flashgen.runtime.ops.attention.timed import draw
 from flashgen.runtime.ops.attention_backward.problem import BackwardInputs, BackwardProblem
 
@@ -27,7 +28,8 @@ class BackwardJob:
         self.case, self.spec, self.inputs = case, spec, inputs
 
     def ours(self) -> Sequence[Call]:
-        calls = [functools.partial(flashgen.attention_backward, *x.tensors, **x.keywords, spec=self.spec)
+        calls = [functools.partial(flashgen.attention_backward, *x.tensors, **{
+            **x.keywords, **spec_arguments(self.spec, x.q.device)})
                  for x in self.inputs]
         for name, gradient in zip(("dq", "dk", "dv"), calls[0](), strict=True):
             if not gradient.isfinite().all() or not gradient.any():
