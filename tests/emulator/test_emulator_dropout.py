@@ -13,6 +13,7 @@ import flashgen
 from flashgen.codegen.families.registry import lower
 from flashgen.codegen.families.shared.launch import kept_of_65536
 from flashgen.codegen.spec.spec import Spec, Tile
+from flashgen.errors import UnsupportedError
 from flashgen.runtime.emulator.schedule import Schedule, scheduled
 from flashgen.runtime.ops.registry import op_of
 from flashgen.runtime.verify.verify import verify_spec
@@ -139,3 +140,35 @@ def test_verify_takes_kernels_with_dropout(fields: dict[str, Any]) -> None:
     rows = verify_spec([spec], problems=[next(iter(op_of(spec).problems(spec, lower(spec), 0, True)))],
                        emulate=True)
     assert rows and all(row.ok for row in rows)
+
+
+def test_masks_and_sinks() -> None:
+    """A variant whose mask is an expression over a tensor, with a sink, which never is dropped."""
+    dtype, p, seed = torch.bfloat16, 0.3, torch.tensor([3, 3])
+    q, k, v = draw((1, 70), 2, dtype, 0), draw((1, 90), 1, dtype, 1), draw((1, 90), 1, dtype, 2)
+    doc = (torch.arange(90) // 23).int()[None]
+    sink = torch.tensor([0.5, -1.0], requires_grad=True)
+    variant = flashgen.variant(mask="doc[batch, kv_pos] == doc[batch, q_pos]", sink="per_head", params={
+        "doc": {"type": "tensor", "dtype": "int32", "shape": ["batch", "seqlen_kv"]}})
+    out, lse = flashgen.attention(q, k, v, spec=variant, params={"doc": doc, "sink": sink}, dropout_p=p,
+                                  dropout_seed=seed, return_lse=True)
+    kept = flashgen.dropout_mask(seed, p, num_heads=2, seqlen_q=70, seqlen_kv=90)
+    queries, keys, values = (t.double().transpose(1, 2) for t in (q, k, v))
+    seen = doc[0, 20:, None] == doc[0]
+    scores = (queries @ keys.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    beside = torch.cat((scores, sink.double()[None, :, None, None].expand(1, 2, 70, 1)), -1)
+    weights = torch.softmax(beside, -1)[..., :-1] * kept * (65536 / kept_of_65536(p))
+    right = (weights @ values).transpose(1, 2)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    leaves = (q, k, v, sink)
+    check((out, lse, *torch.autograd.grad(out, leaves, dout)),
+          (right, beside.logsumexp(-1), *torch.autograd.grad(right, leaves, dout.double())), dtype)
+
+
+def test_a_named_spec_has_its_kernels_with_dropout() -> None:
+    q, k, v = (draw((1, 40), 1, torch.bfloat16, i).detach() for i in range(3))
+    arguments = {"causal": True, "dropout_p": 0.5, "dropout_seed": torch.tensor([1, 2])}
+    found = flashgen.attention(q, k, v, **arguments, spec="fa2_fwd")
+    assert torch.equal(found, flashgen.attention(q, k, v, **arguments))
+    with pytest.raises(UnsupportedError, match="dropout"):
+        flashgen.attention(q, k, v, **arguments, spec="softcap", params={"softcap": 5.0})

@@ -194,7 +194,7 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
     if kept["normalize"] == "none":
         kept |= {"lse": False, "sink": "none"}
     changed = any(kept[name] != "none" for name in ("score", "mask", "sink")) or kept["normalize"] == "none"
-    kept["dropout"] = kept["dropout"] and not changed
+    kept["dropout"] = kept["dropout"] and kept["score"] == "none" and kept["normalize"] == "softmax"
     if kept["family"] == "fa3":
         warpgroups = 1 + (kept["roles"] or {"mma": 11})["mma"] % 4
         kept |= {"arch": "sm_90a", "roles": kept["roles"] and {"mma": 4 * warpgroups},
@@ -210,6 +210,7 @@ def keep_rules_of_pass(kept: dict[str, Any]) -> dict[str, Any]:
     found = FAMILIES[kept["family"]].by_name[kept["pass"]]
     kept |= {name: values[0] for name, values, _ in found.only if kept[name] not in values}
     kept["kernel"] = kept["kernel"] if kept["kernel"] in found.kernel_names else found.kernel_names[0]
+    kept["deterministic"] = kept["deterministic"] and kept["mask"] == "none"
     kept["batch_invariant"] = kept["batch_invariant"] and (kept["pass"] != "bwd" or kept["deterministic"])
     return kept
 
