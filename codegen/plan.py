@@ -61,6 +61,7 @@ CTYPES: dict[str, CType] = {
     "element_ptr": CType("const Element*", "Q", 8),
     "element_out": CType("Element*", "Q", 8),
     "f32_out": CType("float*", "Q", 8),
+    "f32_sum": CType("float*", "Q", 8),  # added to: the caller has filled it
     "i32_out": CType("int32_t*", "Q", 8),
     "tensor_map": CType("TensorMap", "128s", 128, 64),
     "i32_ptr": CType("const int32_t*", "Q", 8),
@@ -145,13 +146,26 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Term:
+    """What a score adds to the gradient of a tensor that its expression reads: `factor` times that of the score, to
+    `element`. `sums`: how scores of a warp add up (templates/include/flashgen/parameter_sums.cuh)."""
+
+    function: Name  # unlike that of all other terms
+    gradient: Name  # the parameter that points at it
+    factor: str
+    element: str
+    sums: Name
+
+
+@dataclass(frozen=True)
 class Expression:
     """A slot's expression in CUDA. `rest` gives the value for one score and reads the parts, which are computed before:
     `uniform` ones once (of masks, once a tile), `row` for each query row, `column` for each key. `whole` is all in one.
 
     Of masks, `tile_class` gives what some rows may see of a tile (templates/include/flashgen/span.cuh), and reads
     `class_rows`, which hang on rows alone. An interval has bounds of its `first` key and its `last` instead.
-    Of scores in the backward, `slope` gives the derivative with respect to the score that the products made.
+    Of scores in the backward, `slope` gives the derivative with respect to the score that the products made, and
+    `terms` those with respect to elements of tensors.
     """
 
     slot: Slot
@@ -166,6 +180,7 @@ class Expression:
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
     slope: str = ""
+    terms: tuple[Term, ...] = ()
 
 
 @dataclass(frozen=True)

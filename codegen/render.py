@@ -109,6 +109,7 @@ def _wrapped(expression: Expression) -> Expression:
         uniform=parts(e.uniform), row=parts(e.row), column=parts(e.column),
         rest=code(e.rest), whole=code(e.whole), slope=code(e.slope), tile_class=code(e.tile_class),
         class_rows=parts(e.class_rows),
+        terms=tuple(replace(term, factor=code(term.factor), element=code(term.element)) for term in e.terms),
         first=tuple(map(code, e.first)), last=tuple(map(code, e.last)))
 
 

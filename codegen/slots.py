@@ -18,6 +18,7 @@ A slot's contract is the set of device functions its files define:
   key_mask (backward) int tile_class(p, work, head_q, first, last), what queries of these tiles see of the block's keys;
           bool sees(p, work, head_q, kv_pos, query)
   score_slope (backward) score_mod(s, slopes, p, work, head_q, kv_pos, query): the expression and its derivative
+          void add_parameter_gradients(ds, scores, p, work, head_q, kv_pos, query), of tensors that it reads
   turns    (backward, where blocks take turns) int seen_keys_end(p, q_pos, seqlen_q, seqlen_kv): where the keys end that
           a query sees; never falls as q_pos grows
   row_tile (backward) RowTile row_tile(p, tile, head_q): the rows of a query tile of the kernels around the gradients
@@ -63,6 +64,7 @@ EXPRESSION_FLAGS = (  # flags of the skeletons that only plans with expressions 
     "evaluates",    # an expression is printed: expression.cuh
     "sink",
     "names_batch",  # an expression asks which sequence it is
+    "parameter_gradients",  # backward: of tensors that the score reads
 )
 
 RARE_FLAGS = (*EXPRESSION_FLAGS, "dropout")  # false where a plan does not list them
@@ -101,6 +103,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "output": ("apart", "over_queries"),  # fa3: the output waits in room of its own, or in that of its queries
     "work": ("whole", "split"),           # fa3: a work tile is a query tile, or may be a split of one
     "query": ("registers", "shared"),     # fa2: where the A operand of the QK product is
+    "slopes": ("times_p", "times_ds", "times_ds_alone"),  # fa2, backward: what is multiplied by the score's slope
     "steps": ("ranges", "classes"),       # fa2, backward: tiles of queries are a range, or are found by their class
     "p_precision": ("fp32", "element"),   # fa3, backward: of the P that dS is made of
     "dropout": ("none", "philox"),        # fa2, backward: all of P is multiplied with dO, or what dropout keeps

@@ -33,7 +33,7 @@ def check(spec: SpecArgument, arch: Archs = None, variant: Variants = None,
     chosen = select([spec], arch, variant)
     if op_of(chosen[0]) != "attention":
         names = sorted(f"{one.name} (pass {one.by_op['attention'].name})" for one in fastest_first("attention"))
-        raise UnsupportedError(f"a {chosen[0].pass_} has no expressions", where=chosen[0].name,
+        raise UnsupportedError(f"check shows attention, not a {chosen[0].pass_}", where=chosen[0].name,
                                allowed=f"specs of {', '.join(names)}",
                                next=f"flashgen list {spec}")
     found = check_spec(chosen, seqlen_q, seqlen_kv, param or ())

@@ -195,13 +195,15 @@ class EmulatedLauncher:
         """
         plan = self._kernel.plan
         arguments = [self._argument(name, tensor, filled) for name in plan.pointers
-                     if (tensor := tensors.get(name)) is not None]
+                     if (tensor := tensors.get(name)) is not None
+                     and (tensor.numel() or self._ctypes[name] != "f32_sum")]  # as data_ptr() of no elements is null
         places = [self._place(row, [argument.name for argument in arguments]) for row in self._maps]
         return launch(plan, self._kernel.path, self._packed, arguments, self._shape, places)
 
     def _argument(self, name: str, tensor: Tensor, filled: Collection[str]) -> Argument:
-        written = self._ctypes[name].endswith("_out")
-        return Argument(name, tensor, self._offsets[name], written, initialised=not written or name in filled)
+        kind = self._ctypes[name].rpartition("_")[2]
+        return Argument(name, tensor, self._offsets[name], kind in ("out", "sum"),
+                        initialised=kind != "out" or name in filled)
 
     def _place(self, row: MapShape, buffers: list[str]) -> TensorMapPlace:
         return TensorMapPlace(self._offsets[row.name], buffers.index(row.tensor), row.element_bytes, False,

@@ -100,7 +100,7 @@ def without(text: str) -> Change:
 
 
 def without_waits(text: str) -> str:
-    return re.sub(r"wait_until_equal\((?:[^()]|\([^()]*\))*\);", ";", text)
+    return re.sub(r"wait_until_equal\(.*?\);", ";", text, flags=re.DOTALL)
 
 
 MANY = Call(((200, 390),), 2, 1)

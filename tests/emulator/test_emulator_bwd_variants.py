@@ -11,7 +11,7 @@ import flashgen
 from flashgen.codegen.spec.spec import load_specs, spec_path
 from flashgen.runtime.select.variant import Variant
 from flashgen.runtime.verify.expression_mods import ExpressionMods, sample_params
-from flashgen.runtime.verify.gradients import gradients
+from flashgen.runtime.verify.reference import reference
 
 LENGTHS = ((130, 200),)
 
@@ -72,6 +72,16 @@ def test_more_tiles_than_a_warp_looks_at_once() -> None:
     check(mask, Call(((8300, 70),), 1, 1), arch="sm_86")
 
 
+def test_gradients_of_tensors() -> None:
+    """Elements that one, some and all scores read; a factor that hangs on the score; one tensor that two terms read."""
+    fields = {"score": "a[head_q] * tanh(score * b[kv_pos % 7, batch]) + b[0, 0] * a[0] + a[q_pos % 2]", "params": {
+        "a": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q"]},
+        "b": {"type": "tensor", "dtype": "float32", "shape": [7, "batch"]}}}
+    check({**fields, "causal": True}, Call(((130, 200), (130, 200)), dlse=True))
+    check({**fields, "mask": "q_pos - kv_pos < 70", "kv_layout": "varlen"},
+          Call(((70, 100), (0, 50), (130, 0), (140, 200)), 2, 2, rest=(5, 9)))
+
+
 @pytest.mark.parametrize("arch, head_dim", [("sm_86", 128), ("sm_80", 256), ("sm_90", 96)])
 def test_other_tiles(arch: str, head_dim: int) -> None:
     """With one stage, and with dQ in two parts."""
@@ -81,8 +91,11 @@ def test_other_tiles(arch: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("spec, params", [
     (flashgen.variant("cap * tanh(score / cap)", "kv_pos <= q_pos", params={"cap": {"type": "float"}}), {"cap": 1.5}),
-    ("window_sinks", {"window": 20, "sink": torch.tensor([0.5, -1.0])}),
-], ids=["variant", "file"])
+    ("window_sinks", {"window": 20, "sink": torch.tensor([0.5, -1.0], requires_grad=True)}),
+    (flashgen.variant("score * a[0] + b[kv_pos % 5]", params={
+        name: {"type": "tensor", "dtype": "float32", "shape": [5]} for name in "ab"}),
+     {"a": torch.ones(5), "b": torch.zeros(5, requires_grad=True)}),
+], ids=["variant", "file", "tensors"])
 def test_autograd_finds_the_gradients_of_a_spec(spec: Any, params: dict[str, Any]) -> None:
     """Of forward kernels' specs it finds backward ones."""
     draw = torch.Generator().manual_seed(1)
@@ -92,8 +105,8 @@ def test_autograd_finds_the_gradients_of_a_spec(spec: Any, params: dict[str, Any
     dout = torch.randn(out.shape, generator=draw).bfloat16()
     fields = spec.fields if isinstance(spec, Variant) else variant_fields(spec)
     mods = ExpressionMods.of(backward_spec("fa2", "sm_90", (64, 64), **fields), params)
-    found = torch.autograd.grad(out, inputs, dout)
-    with torch.no_grad():
-        wanted = gradients(dout, *inputs, mods=mods)
-    for one, right in zip(found, wanted, strict=True):
-        assert (one.double() - right).norm() < 4e-3 * right.norm()
+    leaves = [*inputs, *(t for t in params.values() if isinstance(t, torch.Tensor) and t.requires_grad)]
+    right, _ = reference(*inputs, mods=mods)
+    wanted = torch.autograd.grad(right, leaves, dout.double())
+    for found, exact in zip(torch.autograd.grad(out, leaves, dout), wanted, strict=True):
+        assert (found.double() - exact).norm() < 4e-3 * exact.norm() + 1e-3

@@ -322,6 +322,25 @@ def test_gradient_of_a_sink(problem: BackwardProblem) -> None:
 
 
 def test_parameters_that_require_a_gradient() -> None:
+    """The kernels add to sums, which are empty for the others, and are not there where no gradient is asked for."""
     x, slope = PLAIN.make_inputs(), torch.rand(4, requires_grad=True)
-    refused("params['slope']", "a gradient of slope", lambda: flashgen.attention(
-        *leaves(x), spec="alibi", causal=True, params={"slope": slope}))
+    made = flashgen.variant("score - slope[head_q] + other[0]", params={
+        "slope": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q"]},
+        "other": {"type": "tensor", "dtype": "float32", "shape": [1]}})
+    options = {"spec": made, "params": {"slope": slope, "other": torch.ones(1)}}
+    flashgen.attention(x.q, x.k, x.v, **options).sum().backward()
+    launch = FakeKernel.launches[-1]
+    assert slope.grad is not None and torch.equal(slope.grad, launch["d_slope"])
+    assert launch["d_other"].numel() == 0 and "d_slope" not in flashgen_launch(x, options)
+    refused("params['slope']", "a gradient of slope .* fixed order",
+            lambda: flashgen.attention(*leaves(x), deterministic=True, **options))
+    inputs = leaves(x)
+    with TorchDispatchMode():
+        refused("params['slope']", "a gradient of slope .* traced", lambda: flashgen.attention(*inputs, **options))
+
+
+def flashgen_launch(x: BackwardInputs, options: dict[str, Any]) -> dict[str, Any]:
+    """What the kernels are given where q alone requires a gradient."""
+    params = {name: t.detach() for name, t in options["params"].items()}
+    flashgen.attention(*leaves(x), **options | {"params": params}).sum().backward()
+    return FakeKernel.launches[-1]

@@ -208,3 +208,28 @@ def test_opcheck(dynamic: bool) -> None:
 def test_the_signature_is_the_schema() -> None:
     assert ATTENTION_BACKWARD.results == ("dq", "dk", "dv") and not ATTENTION_BACKWARD.has_lse
     assert ATTENTION_BACKWARD.required == 6
+
+
+def test_a_spec_in_a_graph() -> None:
+    """Its numbers stay open, and a sink has its gradient; other tensors of parameters have none there."""
+    torch._dynamo.reset()
+    made = flashgen.variant("cap * score", "q_pos - kv_pos < reach", sink="per_head", params={
+        "cap": {"type": "float"}, "reach": {"type": "int"}})
+    q, k, v = leaves(8)
+    inputs = q, k, v, torch.randn(q.shape[2], requires_grad=True)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, cap: float, reach: int) -> Tensor:
+        params = {"cap": cap, "reach": reach, "sink": sink}
+        return flashgen.attention(q, k, v, spec=made, params=params).float().square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for numbers in ((2.0, 3), (0.5, 4), (0.25, 5)):
+        one, other = (torch.autograd.grad(each(*inputs, *numbers), inputs) for each in (compiled, loss))
+        assert all(map(torch.equal, one, other))
+        values = [launch["values"] for launch in FakeKernel.launches[-2:]]
+        assert values == 2 * [{"user_cap": numbers[0], "user_reach": numbers[1]}]
+    biased = flashgen.variant("score + bias[0]", params={
+        "bias": {"type": "tensor", "dtype": "float32", "shape": [1]}})
+    bias = torch.zeros(1, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="a gradient of bias is asked for in a call that is traced"):
+        torch.compile(lambda: flashgen.attention(q, k, v, spec=biased, params={"bias": bias}), backend="aot_eager")()

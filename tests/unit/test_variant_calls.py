@@ -113,8 +113,7 @@ def test_values_that_do_not_fit() -> None:
             ({"gain": 1.0, "slope": slope.half()}, "'slope'", "float16"),
             ({"gain": 1.0, "slope": torch.zeros(3)}, "'slope'", "(3,)"),
             ({"gain": 1.0, "slope": torch.zeros(4)[::2]}, "'slope'", "strides"),
-            ({"gain": 1.0, "slope": slope.to("meta")}, "'slope'", "meta"),
-            ({"gain": 1.0, "slope": torch.zeros(2, requires_grad=True)}, "'slope'", "gradient")):
+            ({"gain": 1.0, "slope": slope.to("meta")}, "'slope'", "meta")):
         with pytest.raises(UnsupportedError) as caught:
             flashgen.attention(*tensors, spec=variant, params=params)
         assert where in caught.value.where and words in caught.value.what, caught.value

@@ -69,7 +69,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         constants=_constants(spec, tile, shares, target),
         slots=(("key_layout", spec.kv_layout), ("key_inputs", spec.kv_layout), *expressions.slots_of(spec),
                ("dq_order", "component"), ("steps", "classes" if mask == "expression" else "ranges"),
-               *turns_slot(spec, mask), *dropout.slots_of(spec)),
+               *expressions.slopes_of(spec), *turns_slot(spec, mask), *dropout.slots_of(spec)),
         flags=(("tile_words", mask == "expression"), ("deterministic", spec.deterministic),
                *expressions.flags_of(spec), *dropout.flags_of(spec)),
         params=(*gradient_params(spec), *expressions.pointer_params(spec), *dropout.pointer_params(spec),

@@ -39,11 +39,10 @@ BACKWARD_ONLY = tuple(Only(name, (None,), "its tile table decides") for name in 
 
 
 def _dropout(spec: Spec) -> SpecError | None:
-    reason = "score" if spec.score != "none" else "normalize" if spec.normalize != "softmax" else ""
-    if not spec.dropout or not reason:
+    if not spec.dropout or spec.normalize == "softmax":
         return None
-    return SpecError(f"dropout is true together with {reason}", where="Spec.dropout", allowed="false",
+    return SpecError("dropout is true together with normalize: none", where="Spec.dropout", allowed="false",
                      nearest="dropout: false")
 
 
-RULES = (*SUM_RULES, Rule("`dropout: true` excludes `score` and `normalize`.", _dropout),)
+RULES = (*SUM_RULES, Rule("`dropout: true` excludes `normalize: none`.", _dropout),)

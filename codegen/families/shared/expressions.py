@@ -50,7 +50,8 @@ def flags_of(spec: Spec) -> tuple[tuple[str, bool], ...]:
     trees = [tree for tree in (spec.expressions.score, spec.expressions.mask) if tree is not None]
     holds = {
         "score_mod": spec.expressions.score is not None, "evaluates": bool(printed(spec)),
-        "sink": spec.sink == "per_head", "names_batch": any("batch" in names_of(tree) for tree in trees),
+        "sink": spec.sink == "per_head", "parameter_gradients": False,
+        "names_batch": any("batch" in names_of(tree) for tree in trees),
     }
     return tuple((name, True) for name in EXPRESSION_FLAGS if holds[name])
 

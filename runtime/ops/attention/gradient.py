@@ -11,7 +11,7 @@ from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import flag
 from flashgen.runtime.ops.attention.checks import read_deterministic
-from flashgen.runtime.ops.attention.dropout import MARK
+from flashgen.runtime.ops.attention.dropout import without_seed
 from flashgen.runtime.ops.attention_backward.call import gradients, refused_later
 from flashgen.runtime.ops.signature import Options, Signature, Tensors
 from flashgen.runtime.ops.wrapped import refuse_wrapped
@@ -40,17 +40,22 @@ class _Followed(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         causal, left, right, scale, spec, ints, floats = ctx.options
-        made: list[Tensor | None] = [None] * len(extra)
-        if any(ctx.needs_input_grad[_EXTRA:]):
-            from flashgen.runtime.ops.attention.parameter_gradients import sink_gradient
+        text, seed, own = without_seed(spec, extra)
+        needed, sums = ctx.needs_input_grad[_EXTRA + len(seed):], tuple[Tensor, ...]()
+        if any(needed):
+            from flashgen.runtime.ops.attention import parameter_gradients
 
-            made[-1] = sink_gradient(extra[-1], dout, out, lse, dlse, cu_seqlens_q)
-        if not any(ctx.needs_input_grad[:_EXTRA]):
-            return *(None,) * _EXTRA, *made
-        dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
-                               (causal, left, right, scale, spec, ctx.deterministic, ints, floats), tuple(extra),
-                               numbers)
-        return None, None, None, dq, dk, dv, None, None, *made
+            parameter_gradients.check_parameters(text, own, ctx.deterministic)
+            sums = parameter_gradients.sums_for(text, own, needed)
+        dq, dk, dv = None, None, None
+        if any(ctx.needs_input_grad[:_EXTRA]) or any(t.numel() for t in sums):
+            dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
+                                   (causal, left, right, scale, spec, ctx.deterministic, ints, floats),
+                                   (*extra, *sums), numbers)
+        made: list[Tensor | None] = [None] * len(own)
+        if any(needed):
+            made = parameter_gradients.of_all(text, own, needed, sums, (dout, out, lse, dlse, cu_seqlens_q))
+        return None, None, None, dq, dk, dv, None, None, *(None for _ in seed), *made
 
 
 # Function.apply less what it does for tensors of torch.func, which are refused: half of its time.
@@ -62,7 +67,7 @@ def with_gradient(op: front.Operation, tensors: Tensors, options: Options, extra
     """A call that autograd follows: its out, or (out, lse). UnsupportedError for what has no gradient."""
     same_bits = read_deterministic(deterministic)
     if options[_SPEC]:
-        _check(options, extra)
+        _check(options, extra, same_bits)
     if out is not None:
         raise UnsupportedError("a gradient is asked for, and autograd follows no result that is written into `out`",
                                where="out", allowed="None where q, k or v requires a gradient",
@@ -88,20 +93,20 @@ def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[],
     refuse_wrapped(**{arg.name: t for arg, t in zip(signature.tensors, tensors, strict=True)})
     deterministic = read_deterministic(None)
     try:
-        _check(options, extra)
+        _check(options, extra, deterministic)
     except UnsupportedError as error:
         return refused_later(error, run, (*tensors, *extra))
     return _follow(run, options, deterministic, *tensors, *extra)
 
 
-def _check(options: Options, extra: tuple[Tensor, ...]) -> None:
+def _check(options: Options, extra: tuple[Tensor, ...], deterministic: bool) -> None:
     """UnsupportedError where the options have no gradient."""
-    if text := options[_SPEC].removesuffix(MARK):
+    text, _, own = without_seed(options[_SPEC], extra)
+    if text:
         from flashgen.runtime.ops.attention.parameters import check_differentiable  # bundles serve without specs
 
         check_differentiable(text)
-        own = extra[text != options[_SPEC]:]  # less the seed of dropout
         if own:
             from flashgen.runtime.ops.attention.parameter_gradients import check_parameters
 
-            check_parameters(text, own)
+            check_parameters(text, own, deterministic)

@@ -69,10 +69,12 @@ def check_differentiable(text: str) -> None:
                                where=where, allowed="specs with normalize: softmax", next="torch.no_grad()")
 
 
-def tensors_of(text: str) -> tuple[TensorParam, ...]:
-    """Those among the parameters of a call's spec, in the order of a call's tensors; the sink is the last."""
+def tensors_of(text: str) -> tuple[tuple[str, bool], ...]:
+    """(name, whether kernels add up its gradient) of the tensors among the parameters of a call's spec, in the order of
+    a call's tensors; the sink is the last."""
     handle = text.rpartition(SEPARATOR)[0]
-    return tuple(param for param in registry.params(handle) if isinstance(param, TensorParam)) if handle else ()
+    return tuple((param.name, param.dtype == "float32" and param != SINK)
+                 for param in registry.params(handle) if isinstance(param, TensorParam)) if handle else ()
 
 
 tensors_of.__dict__["_dynamo_marked_constant"] = True  # torch.compile calls it while it traces

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashgen.codegen.families.registry import op_of, program_of
+from flashgen.codegen.program import Buffer
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import check_unread, flag, pair, require_tensors
@@ -154,8 +155,9 @@ class AttentionBackward(front.Operation):
         if copies := tuple(place for place, (arg, t) in enumerate(named) if not _readable(arg.name, t)):
             return Ready(copies=copies)
         sizes, wanted = read_call(q, k, v, cu_q, causal, (left, right), scale, op=ATTENTION_BACKWARD.name)
-        text, bound, dropout_p = taken_off(text, (ints, floats, call.extra), q.device)
-        _, scalars, names, _ = bound_parameters(text, bound, sizes, cu_q is not None, q.device)
+        text, (ints, floats, given), dropout_p = taken_off(text, (ints, floats, call.extra), q.device)
+        extra, names_of_sums = _split(text, given)
+        _, scalars, names, _ = bound_parameters(text, (ints, floats, extra), sizes, cu_q is not None, q.device)
         if sizes.batch == 0 or 0 in (*out.shape, *q.shape, *k.shape):
             return Ready()
         traits = (FIRST_KERNEL, SAME_BITS) if deterministic else (FIRST_KERNEL,)
@@ -166,7 +168,11 @@ class AttentionBackward(front.Operation):
         kernels = {kernel.plan.step: kernel for kernel in kernels_for(wanted, q.device, sizes)}
         first, *others = kernels.values()
         program = program_of(first.plan, sizes, first.num_sms, *(kernel.plan for kernel in others)).with_values(scalars)
-        return Ready(program, kernels, (*(("dropout_seed",) if dropout_p else ()), *names))
+        names = ("dropout_seed", *names) if dropout_p else names
+        if len(extra) == len(given):  # nobody wants the gradients of parameters: null pointers
+            nothing = tuple(Buffer(name, "f32", (0,)) for name in names_of_sums)
+            return Ready(program._replace(buffers=(*program.buffers, *nothing)), kernels, names)
+        return Ready(program, kernels, (*names, *names_of_sums))
 
 
 OPERATION = AttentionBackward()
@@ -179,6 +185,16 @@ def _readable(name: str, t: Tensor | None) -> bool:
     if name in ("lse", "dlse"):
         return t.is_contiguous()
     return is_aligned(t) and (name != "dout" or mappable(t))
+
+
+def _split(text: str, extra: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
+    """The tensors of parameters among the extra ones, and the names of those behind: sums of their gradients."""
+    if not extra:
+        return (), ()
+    from flashgen.runtime.ops.attention.parameter_gradients import sum_names
+    from flashgen.runtime.ops.attention.parameters import tensors_of
+
+    return extra[:len(tensors_of(text))], sum_names(text)
 
 
 def _handle(text: str) -> str:

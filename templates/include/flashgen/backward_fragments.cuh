@@ -69,13 +69,24 @@ FG_DEVICE void exponentiate(float (&s)[M][N][4], const float* neg_lse, float sca
 }
 
 template <int M, int N>
+FG_DEVICE void copy(float (&to)[M][N][4], const float (&x)[M][N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[m][n][i] = x[m][n][i];
+}
+
+// What is 0 stays 0, as masked pairs have to, whatever it is multiplied by.
+template <int M, int N>
 FG_DEVICE void multiply(float (&x)[M][N][4], const float (&by)[M][N][4]) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[m][n][i] *= by[m][n][i];
+      for (int i = 0; i < 4; ++i) x[m][n][i] = x[m][n][i] == 0.0f ? 0.0f : x[m][n][i] * by[m][n][i];
 }
 
 // dS from dP, which it replaces, and from P in fp32, times the slope of scores where an expression changes them.
