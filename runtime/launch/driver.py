@@ -90,6 +90,18 @@ def device_facts(index: int) -> DeviceFacts:
     return DeviceFacts(index, name, cc, attribute("MULTIPROCESSOR_COUNT"))
 
 
+def adopt_context(index: int) -> None:
+    """Gives this thread torch's context of cuda:<index>, the primary one, unless it has a context.
+
+    torch binds a thread with the first call that needs the device, and asking for a stream is none. On a thread of
+    autograd, a launch of ours can come before any of torch's.
+    """
+    cuda = api()
+    if not int(check(cuda.cuCtxGetCurrent())):
+        device = check(cuda.cuDeviceGet(index), f"cuda:{index}")
+        check(cuda.cuCtxSetCurrent(check(cuda.cuDevicePrimaryCtxRetain(device), f"the context of cuda:{index}")))
+
+
 @contextmanager
 def during_capture() -> Iterator[None]:
     """Lets this thread load a module while one of its streams is being captured into a CUDA graph."""

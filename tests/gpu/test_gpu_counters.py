@@ -15,7 +15,7 @@ from flashgen.codegen.families.fa3.launch import counter_words
 from flashgen.runtime.compile.nvrtc import compile_source
 from flashgen.runtime.launch import program as bound
 from flashgen.runtime.launch.counters import Counters, counters_of
-from flashgen.runtime.launch.driver import api, check, device_facts
+from flashgen.runtime.launch.driver import adopt_context, api, check, device_facts
 from flashgen.runtime.launch.kernel import Kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.time_limit(60)]
@@ -27,7 +27,7 @@ SLEEP_CYCLES = 20_000_000
 def kernel() -> Kernel:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("compute capability 9.0 only")
-    torch.cuda.current_stream()  # makes torch's context this thread's
+    adopt_context(0)
     plan = fa3_like()
     return Kernel(plan, compile_source(fa3_like_source(plan), plan=plan).image, 0)
 
@@ -115,8 +115,7 @@ def test_threads_on_one_stream(cuda: str) -> None:
     torch.cuda.synchronize()
 
     def work(call: Call) -> None:
-        torch.cuda.set_device(0)
-        torch.cuda.current_stream().query()  # makes torch's context this thread's
+        adopt_context(0)
         for _ in range(50):
             call()
         torch.cuda.synchronize()

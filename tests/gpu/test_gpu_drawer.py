@@ -14,7 +14,7 @@ import torch
 from drawer_case import Arrays, Case, TensorMapSpec
 from drawer_kernels import CASES
 
-from flashgen.runtime.launch.driver import api, check
+from flashgen.runtime.launch.driver import adopt_context, api, check
 
 pytestmark = pytest.mark.gpu
 
@@ -99,7 +99,7 @@ _child = _Child()
 
 
 def _run_named(name: str, inputs: Arrays) -> Arrays:
-    torch.cuda.current_stream()  # makes torch's context this process's
+    adopt_context(0)
     return run(CASES[name], inputs)
 
 

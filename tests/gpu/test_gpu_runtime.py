@@ -6,6 +6,7 @@ import io
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,26 @@ def test_b086_two_devices(problem: Problem, cuda: str) -> None:
                 out = attend(inputs)
                 assert out.device == inputs.q.device and torch.cuda.current_device() == 0
                 check_bits(out.to("cuda:0"), expected, f"on {inputs.q.device}")
+
+
+@BOTH
+def test_the_first_call_of_a_thread(problem: Problem, cuda: str) -> None:
+    """It has no CUDA context until something binds one, and with `out` nothing is allocated there before the launch."""
+    x = problem.make_inputs(cuda)
+    expected = attend(x)
+    found, failed = torch.empty_like(expected), list[BaseException]()
+
+    def work() -> None:
+        try:
+            attend(x, out=found)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failed
+    check_bits(found, expected, "of another thread")
 
 
 @BOTH

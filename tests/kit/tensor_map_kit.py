@@ -126,6 +126,7 @@ class WatchedDriver:
         self.launches: list[bytes] = []            # parameter blocks
         self.allocated: list[int] = []
         self.params_bytes = 0
+        self.context = driver.CUcontext(0)         # of the thread; the primary one is 5
 
     def __getattr__(self, name: str) -> Any:
         return getattr(driver, name)
@@ -149,6 +150,19 @@ class WatchedDriver:
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
         return driver.CUresult.CUDA_SUCCESS, mode
+
+    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
+        return driver.CUresult.CUDA_SUCCESS, self.context
+
+    def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
+        return driver.CUresult.CUDA_SUCCESS, driver.CUdevice(index)
+
+    def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:
+        return driver.CUresult.CUDA_SUCCESS, driver.CUcontext(5)
+
+    def cuCtxSetCurrent(self, context: Any) -> tuple[Any, ...]:
+        self.context = context
+        return (driver.CUresult.CUDA_SUCCESS,)
 
     def cuMemAlloc(self, size: int) -> tuple[Any, ...]:
         self.allocated.append(size)

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from cuda.bindings import driver
 from tensor_map_kit import WatchedDriver, fa3_like, fa3_like_source, program_for, step_of, watch, watched_kernel
 
 from flashgen.codegen.plan import Param, Plan, params_layout
@@ -17,6 +18,7 @@ from flashgen.runtime.emulator.program import EmulatedProgram
 from flashgen.runtime.emulator.report import KernelFault
 from flashgen.runtime.launch import counters as module
 from flashgen.runtime.launch.counters import PER_THREAD_STREAM, SLOTS_PER_BLOCK, Counters, counters_of
+from flashgen.runtime.launch.driver import adopt_context
 from flashgen.runtime.launch.kernel import Launcher
 from flashgen.runtime.launch.program import BoundProgram
 from flashgen.runtime.launch.tensor_map import fits_maps, map_shapes
@@ -136,6 +138,13 @@ def test_blocks_that_wait_for_each_other_are_launched_together(watched: WatchedD
         config = Launcher(watched_kernel(plan, watched), step, plan.pointers)._config
         assert [(a.id.name, a.value.cooperative) for a in config.attrs] == [
             ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", 1)] * cooperative and config.numAttrs == cooperative
+
+
+@pytest.mark.parametrize("before, after", [(0, 5), (3, 3)], ids=["none", "its own"])
+def test_a_thread_without_a_context_gets_torchs(before: int, after: int, watched: WatchedDriver) -> None:
+    watched.context = driver.CUcontext(before)
+    adopt_context(0)
+    assert int(watched.context) == after
 
 
 def test_a_plan_without_maps_is_packed_as_before(watched: WatchedDriver) -> None:
