@@ -89,7 +89,7 @@ def _terms(score: Expr) -> tuple[Term, ...]:
             each = depends & {"q_pos", "kv_pos", "score"}
             found.append(Term(f"term_{len(found)}", f"d_{name}", to_cuda(expressions.quick(term.multiplier), NAMES),
                               place.replace(PARAM_PREFIX + _GRADIENT, f"p.d_{name}"),
-                              "SumOfEach" if each else "SumOfWarp"))
+                              "SumOfRuns" if each else "SumOfWarp"))
     return tuple(found)
 
 
