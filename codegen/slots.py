@@ -103,7 +103,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "output": ("apart", "over_queries"),  # fa3: the output waits in room of its own, or in that of its queries
     "work": ("whole", "split"),           # fa3: a work tile is a query tile, or may be a split of one
     "query": ("registers", "shared"),     # fa2: where the A operand of the QK product is
-    "slopes": ("times_p", "times_ds"),    # fa2, backward: what is multiplied by the score's slope
+    "slopes": ("times_p", "times_ds", "times_ds_alone"),  # fa2, backward: what is multiplied by the score's slope
     "steps": ("ranges", "classes"),       # fa2, backward: tiles of queries are a range, or are found by their class
     "p_precision": ("fp32", "element"),   # fa3, backward: of the P that dS is made of
     "dropout": ("none", "philox"),        # fa2, backward: all of P is multiplied with dO, or what dropout keeps

@@ -25,7 +25,7 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.spec.expressions import SINK
 from flashgen.codegen.target import TARGETS
-from flashgen.errors import BundleError, PlanError, UnsupportedError
+from flashgen.errors import BundleError, PlanError, SpecError, UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.launch.driver import device_facts
 from flashgen.runtime.launch.kernel import Kernel
@@ -184,6 +184,8 @@ class Registry:
                 variants = backward_specs(wanted.spec, spec, kinds, wanted.op)
             else:
                 variants = spec.specs(kinds) if isinstance(spec, Variant) else spec
+            if wanted.dropout:
+                variants = _dropping(variants, archs)
             choice = Choice(_matching(variants, wanted, archs), "its spec is named")
         elif emulated:
             choice = choose(wanted, archs, emulated=True)
@@ -248,6 +250,16 @@ def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[Family, ...]) ->
 def _reads(family: Family, wanted: Wanted) -> bool:
     """Whether kernels of the family can read the call's tensors, whatever their shapes."""
     return wanted.tensor_maps or not family.needs_maps
+
+
+def _dropping(variants: tuple[Spec, ...], archs: list[str]) -> tuple[Spec, ...]:
+    """The variants of a named spec that have dropout, or can have it, with it; if there are none, all as they are."""
+    found: dict[Spec, None] = {}
+    for spec in variants:
+        if spec.arch in archs:
+            with contextlib.suppress(SpecError):
+                found[spec.with_(dropout=True)] = None
+    return tuple(found) or variants
 
 
 def _matching(variants: tuple[Spec, ...], wanted: Wanted, archs: list[str]) -> Spec:

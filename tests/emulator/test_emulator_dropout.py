@@ -13,6 +13,7 @@ import flashgen
 from flashgen.codegen.families.registry import lower
 from flashgen.codegen.families.shared.launch import kept_of_65536
 from flashgen.codegen.spec.spec import Spec, Tile
+from flashgen.errors import UnsupportedError
 from flashgen.runtime.emulator.schedule import Schedule, scheduled
 from flashgen.runtime.ops.registry import op_of
 from flashgen.runtime.verify.verify import verify_spec
@@ -37,9 +38,10 @@ def truth(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, causal: bool) -> tup
     return (p @ values.repeat_interleave(group, 1)).transpose(1, 2), scores.logsumexp(-1)
 
 
-def check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-    for here, right in zip(found, wanted, strict=True):
-        assert (here.double() - right).norm() < TOLERANCE[dtype] * right.norm()
+def check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], dtype: torch.dtype, of_sums: int = 0) -> None:
+    """`of_sums`: how many of the last are sums over all rows, in which rounding of `out`, hence of delta, adds up."""
+    for place, (here, right) in enumerate(zip(found, wanted, strict=True), of_sums - len(found)):
+        assert (here.double() - right).norm() < TOLERANCE[dtype] * right.norm() * (40 if place >= 0 else 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -139,3 +141,58 @@ def test_verify_takes_kernels_with_dropout(fields: dict[str, Any]) -> None:
     rows = verify_spec([spec], problems=[next(iter(op_of(spec).problems(spec, lower(spec), 0, True)))],
                        emulate=True)
     assert rows and all(row.ok for row in rows)
+
+
+@pytest.mark.parametrize("score, dtype", [("none", torch.bfloat16), ("-3 * tanh(score - 0.5)", torch.float16)])
+def test_expressions_and_sinks(score: str, dtype: torch.dtype) -> None:
+    """A mask over a tensor, a score that falls, so that its slopes have a sign, and a sink, which is never dropped."""
+    p, seed = 0.3, torch.tensor([3, 3])
+    q, k, v = draw((1, 70), 2, dtype, 0), draw((1, 90), 1, dtype, 1), draw((1, 90), 1, dtype, 2)
+    doc = (torch.arange(90) // 23).int()[None]
+    sink = torch.tensor([0.5, -1.0], requires_grad=True)
+    variant = flashgen.variant(score, "doc[batch, kv_pos] == doc[batch, q_pos]", sink="per_head", params={
+        "doc": {"type": "tensor", "dtype": "int32", "shape": ["batch", "seqlen_kv"]}})
+    out, lse = flashgen.attention(q, k, v, spec=variant, params={"doc": doc, "sink": sink}, dropout_p=p,
+                                  dropout_seed=seed, return_lse=True)
+    kept = flashgen.dropout_mask(seed, p, num_heads=2, seqlen_q=70, seqlen_kv=90)
+    queries, keys, values = (t.double().transpose(1, 2) for t in (q, k, v))
+    plain = queries @ keys.mT * q.shape[-1] ** -0.5
+    scores = (plain if score == "none" else -3 * torch.tanh(plain - 0.5)).masked_fill(
+        doc[0, 20:, None] != doc[0], -torch.inf)
+    beside = torch.cat((scores, sink.double()[None, :, None, None].expand(1, 2, 70, 1)), -1)
+    weights = torch.softmax(beside, -1)[..., :-1] * kept * (65536 / kept_of_65536(p))
+    right = (weights @ values).transpose(1, 2)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    leaves = (q, k, v, sink)
+    check((out, lse, *torch.autograd.grad(out, leaves, dout)),
+          (right, beside.logsumexp(-1), *torch.autograd.grad(right, leaves, dout.double())), dtype, of_sums=1)
+
+
+def test_gradients_of_parameters() -> None:
+    """Kernels add them up where a weight was kept and where it was not: ALiBi, by its slopes."""
+    p, seed = 0.3, torch.tensor([3, 4])
+    q, k, v = (draw((1, 70), 2, torch.float16, i) for i in range(3))
+    slope = torch.tensor([0.1, 0.02], requires_grad=True)
+    variant = flashgen.variant("score - slope[head_q] * abs(q_pos - kv_pos)", params={
+        "slope": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q"]}})
+    out = flashgen.attention(q, k, v, spec=variant, params={"slope": slope}, dropout_p=p, dropout_seed=seed)
+    kept = flashgen.dropout_mask(seed, p, num_heads=2, seqlen_q=70, seqlen_kv=70)
+    queries, keys, values = (t.double().transpose(1, 2) for t in (q, k, v))
+    distance = (torch.arange(70)[:, None] - torch.arange(70)).abs()
+    scores = queries @ keys.mT * q.shape[-1] ** -0.5 - slope.double()[:, None, None] * distance
+    right = (torch.softmax(scores, -1) * kept * (65536 / kept_of_65536(p)) @ values).transpose(1, 2)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).half()
+    found, wanted = (torch.autograd.grad(result, (q, k, v, slope), with_respect.to(result.dtype))
+                     for result, with_respect in ((out, dout), (right, dout)))
+    check(found, wanted, torch.float16, of_sums=1)
+
+
+def test_a_named_spec_has_its_kernels_with_dropout() -> None:
+    q, k, v = (draw((1, 40), 1, torch.bfloat16, i).detach() for i in range(3))
+    arguments = {"causal": True, "dropout_p": 0.5, "dropout_seed": torch.tensor([1, 2])}
+    found = flashgen.attention(q, k, v, **arguments, spec="fa2_fwd")
+    assert torch.equal(found, flashgen.attention(q, k, v, **arguments))
+    sums = Spec(name="t", family="fa2", pass_="fwd", arch="sm_90", dtype="bf16", head_dim_qk=64, causal=True,
+                normalize="none", lse=False)
+    with pytest.raises(UnsupportedError, match="dropout"):
+        flashgen.attention(q, k, v, **arguments, spec=sums)

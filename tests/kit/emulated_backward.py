@@ -23,8 +23,8 @@ from flashgen.runtime.verify.reference import reference
 KERNELS = ("preprocess", "gradients", "postprocess")
 # Relative to the norm of the true gradient: P and dS are rounded to the element type, and each result is.
 TOLERANCE = {"bf16": 4e-3, "fp16": 5e-4}
-OF_TENSORS = 5  # times that: sums of dS over many rows cancel, and `out` is rounded, of which delta is made
 SEED = torch.tensor([0x123456789ABCDEF, 7])
+OF_TENSORS = 5  # times that: sums of dS over many rows cancel, and `out` is rounded, of which delta is made
 
 
 @dataclass(frozen=True)

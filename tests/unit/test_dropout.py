@@ -80,10 +80,11 @@ def test_only_calls_with_dropout_get_its_kernels(op: str, traits: tuple[tuple[st
         assert dropping.spec.family == "fa2" and dropping.spec.dropout and "dropout" in dropping.spec.variant
 
 
-def test_a_variant_may_have_dropout_where_scores_are_plain() -> None:
+def test_variants_with_a_softmax_may_have_dropout() -> None:
     assert "dropout" not in dict(SPEC.fields()) and "dropout" not in render(lower(SPEC)).text
-    for field in ({"score": "2 * score"}, {"normalize": "none", "lse": False}, {"sink": "per_head"},
-                  {"family": "fa3", "arch": "sm_90a"}):
+    assert SPEC.with_(causal=False, dropout=True, mask="kv_pos // 7 == q_pos // 7", score="2 * score",
+                      sink="per_head").dropout
+    for field in ({"normalize": "none", "lse": False}, {"family": "fa3", "arch": "sm_90a"}):
         with pytest.raises(SpecError, match="dropout is true"):
             SPEC.with_(**{"causal": False, "dropout": True, **field})
 

@@ -192,9 +192,8 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
     if built_in or kept["score"] == kept["mask"] == "none":
         kept["align"] = "bottom_right"
     if kept["normalize"] == "none":
-        kept |= {"lse": False, "sink": "none"}
+        kept |= {"lse": False, "sink": "none", "dropout": False}
     changed = any(kept[name] != "none" for name in ("score", "mask", "sink")) or kept["normalize"] == "none"
-    kept["dropout"] = kept["dropout"] and not changed
     if kept["family"] == "fa3":
         warpgroups = 1 + (kept["roles"] or {"mma": 11})["mma"] % 4
         kept |= {"arch": "sm_90a", "roles": kept["roles"] and {"mma": 4 * warpgroups},

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from flashgen.codegen.families.family import Option
 from flashgen.codegen.families.shared.kernels import KERNEL, Kernel, kernel_trait
 from flashgen.codegen.families.shared.sums import DETERMINISTIC, DETERMINISTIC_TRAIT, SUM_RULES
-from flashgen.codegen.spec.rule import Only, Rule, changed
+from flashgen.codegen.spec.rule import Only, Rule
 from flashgen.errors import SpecError
 
 if TYPE_CHECKING:
@@ -39,11 +39,10 @@ BACKWARD_ONLY = tuple(Only(name, (None,), "its tile table decides") for name in 
 
 
 def _dropout(spec: Spec) -> SpecError | None:
-    reason = changed(spec)
-    if not spec.dropout or reason is None:
+    if not spec.dropout or spec.normalize == "softmax":
         return None
-    return SpecError(f"dropout is true together with {reason}", where="Spec.dropout", allowed="false",
+    return SpecError("dropout is true together with normalize: none", where="Spec.dropout", allowed="false",
                      nearest="dropout: false")
 
 
-RULES = (*SUM_RULES, Rule("`dropout: true` excludes `score`, `mask`, `sink` and `normalize`.", _dropout),)
+RULES = (*SUM_RULES, Rule("`dropout: true` excludes `normalize: none`.", _dropout),)

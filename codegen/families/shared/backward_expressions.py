@@ -38,10 +38,11 @@ def slots_of(spec: Spec) -> tuple[tuple[str, str], ...]:
 
 
 def slopes_of(spec: Spec) -> tuple[tuple[str, str], ...]:
-    """The choice of the slot `slopes`, of a spec with a score. Gradients of parameters need dS without slopes."""
+    """The choice of the slot `slopes`, of a spec with a score. Gradients of parameters need dS without slopes, and
+    dropout marks P by its sign."""
     if spec.expressions.score is None:
         return ()
-    return (("slopes", "times_ds" if gradients_of(spec) else "times_p"),)
+    return (("slopes", "times_ds" if gradients_of(spec) else "times_ds_alone" if spec.dropout else "times_p"),)
 
 
 def printed(spec: Spec) -> tuple[Expression, ...]:

@@ -5,6 +5,7 @@ below a bound. Their place in its counter hangs on query head, query and key alo
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,12 @@ def taken_off(text: str, bound: Bound, device: torch.device) -> tuple[str, Bound
     ints, floats, extra = bound
     check_seed(extra[0], device)
     return text.removesuffix(MARK), (ints, floats[1:], extra[1:]), checked(floats[0])
+
+
+def without_seed(text: str, extra: Sequence[Tensor]) -> tuple[str, Sequence[Tensor], Sequence[Tensor]]:
+    """The text of the spec, the seed, if the call has dropout, and the tensors of parameters."""
+    own = text.removesuffix(MARK)
+    return own, extra[:own != text], extra[own != text:]
 
 
 def spec_arguments(spec: Any, device: torch.device) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import flag
 from flashgen.runtime.ops.attention.checks import read_deterministic
-from flashgen.runtime.ops.attention.dropout import MARK
+from flashgen.runtime.ops.attention.dropout import without_seed
 from flashgen.runtime.ops.attention_backward.call import gradients, refused_later
 from flashgen.runtime.ops.signature import Options, Signature, Tensors
 from flashgen.runtime.ops.wrapped import refuse_wrapped
@@ -40,9 +40,8 @@ class _Followed(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         causal, left, right, scale, spec, ints, floats = ctx.options
-        text = spec.removesuffix(MARK)
-        own = extra[text != spec:]  # less the seed of dropout
-        needed, sums = ctx.needs_input_grad[_EXTRA + len(extra) - len(own):], tuple[Tensor, ...]()
+        text, seed, own = without_seed(spec, extra)
+        needed, sums = ctx.needs_input_grad[_EXTRA + len(seed):], tuple[Tensor, ...]()
         if any(needed):
             from flashgen.runtime.ops.attention import parameter_gradients
 
@@ -53,11 +52,10 @@ class _Followed(torch.autograd.Function):
             dq, dk, dv = gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
                                    (causal, left, right, scale, spec, ctx.deterministic, ints, floats),
                                    (*extra, *sums), numbers)
-        made: list[Tensor | None] = [None] * len(extra)
+        made: list[Tensor | None] = [None] * len(own)
         if any(needed):
-            made[len(extra) - len(own):] = parameter_gradients.of_all(
-                text, own, needed, sums, (dout, out, lse, dlse, cu_seqlens_q))
-        return None, None, None, dq, dk, dv, None, None, *made
+            made = parameter_gradients.of_all(text, own, needed, sums, (dout, out, lse, dlse, cu_seqlens_q))
+        return None, None, None, dq, dk, dv, None, None, *(None for _ in seed), *made
 
 
 # Function.apply less what it does for tensors of torch.func, which are refused: half of its time.
@@ -103,11 +101,11 @@ def followed(signature: Signature, arguments: tuple[Any, ...], run: Callable[[],
 
 def _check(options: Options, extra: tuple[Tensor, ...], deterministic: bool) -> None:
     """UnsupportedError where the options have no gradient."""
-    if text := options[_SPEC].removesuffix(MARK):
+    text, _, own = without_seed(options[_SPEC], extra)
+    if text:
         from flashgen.runtime.ops.attention.parameters import check_differentiable  # bundles serve without specs
 
         check_differentiable(text)
-        own = extra[text != options[_SPEC]:]  # less the seed of dropout
         if own:
             from flashgen.runtime.ops.attention.parameter_gradients import check_parameters
 

@@ -168,7 +168,7 @@ class AttentionBackward(front.Operation):
         kernels = {kernel.plan.step: kernel for kernel in kernels_for(wanted, q.device, sizes)}
         first, *others = kernels.values()
         program = program_of(first.plan, sizes, first.num_sms, *(kernel.plan for kernel in others)).with_values(scalars)
-        names = (*(("dropout_seed",) if dropout_p else ()), *names)
+        names = ("dropout_seed", *names) if dropout_p else names
         if len(extra) == len(given):  # nobody wants the gradients of parameters: null pointers
             nothing = tuple(Buffer(name, "f32", (0,)) for name in names_of_sums)
             return Ready(program._replace(buffers=(*program.buffers, *nothing)), kernels, names)
