@@ -70,8 +70,8 @@ def gradients_of(spec: Spec) -> list[str]:
 
 
 def keeps_slopes(spec: Spec) -> bool:
-    """Whether slopes that are not 1 wait until dS has been added to gradients of tensors."""
-    return any(found.terms and found.slope != _ONE for found in printed(spec))
+    """Whether slopes that are not 1 wait for dS, which is added to gradients of tensors, or made of dropped weights."""
+    return any((found.terms or spec.dropout) and found.slope not in ("", _ONE) for found in printed(spec))
 
 
 def pointer_params(spec: Spec) -> list[Param]:
