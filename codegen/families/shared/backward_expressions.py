@@ -70,8 +70,8 @@ def gradients_of(spec: Spec) -> list[str]:
 
 
 def keeps_slopes(spec: Spec) -> bool:
-    """Whether slopes that are not 1 wait until dS has been added to gradients of tensors."""
-    return any(found.terms and found.slope != _ONE for found in printed(spec))
+    """Whether slopes that are not 1 wait for dS, which is added to gradients of tensors, or made of dropped weights."""
+    return any((found.terms or spec.dropout) and found.slope not in ("", _ONE) for found in printed(spec))
 
 
 def pointer_params(spec: Spec) -> list[Param]:
@@ -90,7 +90,7 @@ def _terms(score: Expr) -> tuple[Term, ...]:
             each = depends & {"q_pos", "kv_pos", "score"}
             found.append(Term(f"term_{len(found)}", f"d_{name}", to_cuda(expressions.quick(term.multiplier), NAMES),
                               place.replace(PARAM_PREFIX + _GRADIENT, f"p.d_{name}"),
-                              "SumOfEach" if each else "SumOfWarp"))
+                              "SumOfRuns" if each else "SumOfWarp"))
     return tuple(found)
 
 

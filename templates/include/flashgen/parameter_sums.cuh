@@ -3,12 +3,23 @@
 #include "flashgen/ptx/atomic.cuh"
 #include "flashgen/ptx/warp.cuh"
 
-// Where elements depend on positions, each score adds to its own.
-struct SumOfEach {
-  FG_DEVICE void add(float* element, float x) {
-    if (x != 0.0f) red_add_f32(element, x);
+// Where elements depend on positions. A lane adds up neighbours that read one element, as those of a key do, or all that
+// lie far from the diagonal of a table of distances.
+struct SumOfRuns {
+  float* element = nullptr;
+  float sum = 0.0f;
+
+  FG_DEVICE void add(float* element_here, float x) {
+    if (element_here != element) {
+      finish();
+      element = element_here;
+      sum = 0.0f;
+    }
+    sum += x;
   }
-  FG_DEVICE void finish() {}
+  FG_DEVICE void finish() {
+    if (sum != 0.0f) red_add_f32(element, sum);
+  }
 };
 
 // Where all scores of a warp read one element, it adds once.
