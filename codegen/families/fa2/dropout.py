@@ -8,8 +8,8 @@ from flashgen.codegen.plan import Param
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
 
-# Of a thread: tiles are those of kernels without dropout, some of which use all 255 registers. With the newest NVRTC one
-# kernel spills, 8 bytes, of all targets and masks; its other versions may differ a little.
+# Of a thread: tiles are those of kernels without dropout, some of which use all 255 registers. With the newest NVRTC,
+# one kernel of all targets and masks spills, 8 bytes. Its other versions may differ a little.
 SPILL_BYTES = 64
 
 
