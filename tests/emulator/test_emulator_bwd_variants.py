@@ -8,7 +8,10 @@ import torch
 from emulated_backward import Call, backward_spec, in_all_orders
 
 import flashgen
+from flashgen.codegen.families.registry import lower
+from flashgen.codegen.render import render
 from flashgen.codegen.spec.spec import load_specs, spec_path
+from flashgen.errors import SpecError
 from flashgen.runtime.select.variant import Variant
 from flashgen.runtime.verify.expression_mods import ExpressionMods, sample_params
 from flashgen.runtime.verify.reference import reference
@@ -110,3 +113,18 @@ def test_autograd_finds_the_gradients_of_a_spec(spec: Any, params: dict[str, Any
     wanted = torch.autograd.grad(right, leaves, dout.double())
     for found, exact in zip(torch.autograd.grad(out, leaves, dout), wanted, strict=True):
         assert (found.double() - exact).norm() < 4e-3 * exact.norm() + 1e-3
+
+
+def test_generated_lines_are_short() -> None:
+    """Less the text of expressions, which breaks where it has spaces."""
+    for name in ("softcap", "t5_bias", "document"):
+        for layout in ("dense", "varlen") if name != "document" else ("dense",):
+            plan = lower(backward_spec("fa2", "sm_80", (64, 64), kv_layout=layout, **variant_fields(name)))
+            assert max(map(len, render(plan).text.split("\n"))) <= 110
+
+
+def test_scores_in_turns() -> None:
+    """Deterministic sums of dQ; masks by expression have no turns."""
+    check({**variant_fields("softcap"), "deterministic": True, "causal": True}, Call(((130, 200),), 2, 2), softcap=1.5)
+    with pytest.raises(SpecError, match="mask by expression"):
+        check({**variant_fields("document"), "deterministic": True}, Call(LENGTHS))

@@ -1,6 +1,7 @@
 """Gradients on the device: every shipped variant, autograd end to end, streams, CUDA graphs, torch.compile."""
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ from kit import runs_here
 from torch import Tensor
 
 import flashgen
-from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths
+from flashgen.codegen.spec.spec import Spec, load_specs, shipped_spec_paths, spec_path
 from flashgen.runtime.ops.attention_backward import op
 from flashgen.runtime.ops.attention_backward.problem import BackwardInputs, BackwardProblem, by_name
 from flashgen.runtime.ops.registry import op_of
 from flashgen.runtime.verify.compare import check, check_bits
+from flashgen.runtime.verify.expression_mods import ExpressionMods
+from flashgen.runtime.verify.reference import reference
 from flashgen.runtime.verify.verify import verify_spec
 
 pytestmark = pytest.mark.gpu
@@ -68,6 +71,32 @@ def test_autograd(problem: BackwardProblem, cuda: str) -> None:
     x = problem.make_inputs(cuda)
     torch.full((1 << 26,), float("nan"), device=cuda)  # what the allocator hands out again
     check(by_name(backward(x, leaves(x))), x)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["alibi", "block_sparse", "chunked", "document", "prefix_lm", "sliding_window",
+                                  "softcap", "t5_bias", "tree_mask", "window_sinks"])
+def test_shipped_variants(name: str, head_dim: int, cuda: str) -> None:
+    """Their files name forward kernels alone."""
+    spec = next(one for one in load_specs(spec_path(name)).specs if one.head_dim_qk == head_dim and not one.causal)
+    x = BackwardProblem(2, 700, 1000, 4, 2, head_dim, head_dim, lse_gradient=True).make_inputs(cuda).with_mods(spec)
+    check(by_name(backward(x, leaves(x), functools.partial(flashgen.attention, spec=name))), x)
+
+
+def test_gradients_of_parameters(cuda: str) -> None:
+    """Against autograd of the reference: a table that each score reads in one place, and a sink."""
+    made = flashgen.variant("score + bias[head_q, min(q_pos - kv_pos, 99)]", "kv_pos <= q_pos", sink="per_head",
+                            params={"bias": {"type": "tensor", "dtype": "float32", "shape": ["num_heads_q", 100]}})
+    x = BackwardProblem(2, 300, 300, 4, 2, 64, 64).make_inputs(cuda)
+    params = {"bias": torch.randn(4, 100, device=cuda), "sink": torch.randn(4, device=cuda)}
+    exact = {name: t.double().requires_grad_() for name, t in params.items()}
+    mods = ExpressionMods.of(made.spec(family="fa2", pass_="fwd", arch="sm_80", dtype="bf16", head_dim_qk=64), exact)
+    out, _ = reference(x.q, x.k, x.v, mods=mods)
+    wanted = torch.autograd.grad(out, [*exact.values()], x.dout.double())
+    given = {name: t.clone().requires_grad_() for name, t in params.items()}
+    found = torch.autograd.grad(flashgen.attention(x.q, x.k, x.v, spec=made, params=given), [*given.values()], x.dout)
+    for one, right in zip(found, wanted, strict=True):
+        assert (one.double() - right).norm() < 2e-2 * right.norm()
 
 
 def test_b036_any_dout(cuda: str) -> None:

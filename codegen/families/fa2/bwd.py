@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.families.fa2 import dropout
-from flashgen.codegen.families.fa2.bwd_tiles import BWD_TILES, BwdTileRow
+from flashgen.codegen.families.fa2.bwd_tiles import BWD_TILES, SLOPES, BwdTileRow
 from flashgen.codegen.families.shared import backward_expressions as expressions
 from flashgen.codegen.families.shared.backward import GROUP_ROWS
 from flashgen.codegen.families.shared.backward_lower import gradient_params, gradient_sizes, gradient_strides
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Of a thread, where the spec has expressions, since any must compile: some registers of the plain kernel's 255 wait in
 # L1 while an expression is worked out, which costs less than narrower tiles would.
-SPILL_BYTES = 256
+SPILL_BYTES = 1024
 
 
 class Shares(NamedTuple):
@@ -47,7 +47,8 @@ class Shares(NamedTuple):
 
 def lower_gradients(spec: Spec, target: Target) -> Plan:
     mask = expressions.mask_of(spec)
-    tile = BWD_TILES.find(target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v)
+    asked = target.name, tiled_as(mask), spec.head_dim_qk, spec.head_dim_v
+    tile = (BWD_TILES.find(*asked, SLOPES) if expressions.keeps_slopes(spec) else None) or BWD_TILES.find(*asked)
     if not target.features >= {"cp_async", "ldmatrix", "mma_sync"} or tile is None:
         raise PlanError(f"no fa2 backward tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256)")

@@ -29,7 +29,13 @@ _a100 = functools.partial(BwdTileRow, targets=A100, source=(
 _small = functools.partial(BwdTileRow, targets=SMALL_SMEM, source=(
     "the sm_90 tile shrunk to 100 KiB of shared memory per SM; not timed"))
 
+# Of specs whose score reads tensors and has a slope: a thread holds scores as they were, slopes and dS at once.
+SLOPES = "slopes"
+_slopes = frozenset({SLOPES})
+
 _ROWS: tuple[BwdTileRow, ...] = (
+    _hopper(64, 64, m=64, n=128, warps=8, key_warps=4, stages=2, kinds=_slopes),
+    _a100(64, 64, m=64, n=128, warps=8, key_warps=4, stages=2, kinds=_slopes),
     _hopper(32, 32, m=128, n=128, warps=8, key_warps=4, stages=2),
     _hopper(64, 64, m=128, n=128, warps=8, key_warps=4, stages=2),
     _hopper(96, 96, m=64, n=128, warps=8, key_warps=4, stages=2),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flashgen.codegen.expr.cuda import KERNEL_NAMES, PARAM_PREFIX, to_cuda
 from flashgen.codegen.expr.grad import derivative, tensor_derivative
 from flashgen.codegen.expr.tiles import tile_class
-from flashgen.codegen.expr.tree import Expr, Index, Name, walk
+from flashgen.codegen.expr.tree import Expr, Index, Name, const, walk
 from flashgen.codegen.families.shared import expressions
 from flashgen.codegen.plan import Expression, Param, Part, Term
 from flashgen.codegen.slots import MASKS
@@ -18,6 +18,7 @@ from flashgen.codegen.spec.expressions import SINK
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
 
+_ONE = to_cuda(const(1.0), KERNEL_NAMES)
 _GRADIENT = "_gradient"  # as no parameter can be called
 # The query head is a value of the step, not of the block.
 NAMES = KERNEL_NAMES | {"head_q": "head_q", "head_kv": "work.head_kv", "dim:num_heads_kv": "p.num_heads_kv"}
@@ -66,6 +67,11 @@ def flags_of(spec: Spec) -> tuple[tuple[str, bool], ...]:
 def gradients_of(spec: Spec) -> list[str]:
     """The parameters that point at gradients of tensors."""
     return list(dict.fromkeys(term.gradient for found in printed(spec) for term in found.terms))
+
+
+def keeps_slopes(spec: Spec) -> bool:
+    """Whether slopes that are not 1 wait for dS: it is added to gradients of tensors first, or has dropout's."""
+    return any((found.terms or spec.dropout) and found.slope not in ("", _ONE) for found in printed(spec))
 
 
 def pointer_params(spec: Spec) -> list[Param]:

@@ -94,10 +94,10 @@ def variants_for(case: Problem, specs: Iterable[Spec], archs: Sequence[str], num
                and (spec.head_dim_qk, spec.head_dim_v) == (case.head_dim_qk, case.head_dim_v)
                and (spec.window if windowed else not spec.window and spec.causal == case.causal)]
     for arch in archs:
-        found = [spec for spec in fitting if spec.arch == arch]
+        found = [spec for spec in fitting if spec.arch == arch and with_siblings(spec)[0] == spec]
         twins: dict[Spec, list[Spec]] = {}
         for spec in found:
-            twins.setdefault(with_siblings(spec)[0].with_(split=False, pack_gqa=False), []).append(spec)
+            twins.setdefault(spec.with_(split=False, pack_gqa=False), []).append(spec)
         if found:
             return [_best(specs, case, num_sms) for specs in twins.values()]
     raise UnsupportedError(f"no variant serves {case.label}", where="bench", allowed=", ".join(archs) + f", {layout}",
