@@ -80,7 +80,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         launch=Launch(32 * tile.warps, tile.blocks_per_sm, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = n_tiles * num_heads_kv" + ("" if spec.kv_layout == "varlen" else " * batch")),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
-        allowed_spill_bytes=SPILL_BYTES * (1 + spec.dropout) if spec.expressions else 0,
+        allowed_spill_bytes=SPILL_BYTES * bool(spec.expressions) + dropout.allowed_spill_bytes(spec),
         expressions=expressions.printed(spec))
 
 

@@ -55,7 +55,8 @@ def lower(spec: Spec, target: Target) -> Plan:
         launch=Launch(32 * tile.warps, tile.blocks_per_sm, smem[-1].offset_bytes + smem[-1].size_bytes,
                       "x = m_tiles * num_heads_q" + ("" if spec.kv_layout == "varlen" else " * batch")),
         register_usage_level=tile.register_usage_level,
-        notes=(f"tile: {tile.source}",), expressions=expressions.printed(spec),
+        notes=(f"tile: {tile.source}",), allowed_spill_bytes=dropout.allowed_spill_bytes(spec),
+        expressions=expressions.printed(spec),
     )
 
 
