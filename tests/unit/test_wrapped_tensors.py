@@ -44,7 +44,7 @@ def test_b126_reverse_mode(name: str) -> None:
     call, plain = TAKERS[name]
     if name == "out":
         return  # written in place; torch itself refuses leaves that require grad
-    if name in ("q", "k", "v"):
+    if name in ("q", "k", "v", "params"):
         assert call(plain.detach().clone().requires_grad_()).requires_grad
     else:
         with pytest.raises(UnsupportedError, match="gradient"):
