@@ -46,7 +46,8 @@ class BackwardExplanation(OwnExplanation):
         around = sum(size for name, size in self.moved.items() if name != "gradients") / device.memory_gbps / 1e6
         yield (f"roofline of the gradients kernel on {device.name}: bound by {unit}; with those around it "
                f"{ms + around:.3f} ms = {self.flops / (ms + around) / 1e9:.0f} TFLOP/s")
-        notes = {SUMS: f"  {si(self.sums_bytes, 'B')} of fp32 sums of dQ", MEMORY: f"  {_sizes_of(self.moved)}"}
+        moved = ", ".join(si(size, "B") for size in self.moved.values())
+        notes = {SUMS: f"  {si(self.sums_bytes, 'B')} of fp32 sums of dQ", MEMORY: f"  {moved}, kernel by kernel"}
         for unit, each in self.units.items():
             yield row(unit, f"{each:.3f} ms", bar(0, each, ms) + notes.get(unit, ""))
 
