@@ -92,8 +92,9 @@ class BackwardInputs(Inputs):
 
         given = (self.dout, self.q, self.k, self.v)
         noise = FP32_SUMS * _longest(self.dout) * _longest(self.v) * self._scale
-        exact, plain, sizes = (gradients(*given, **self.meaning, kind=kind) for kind in ("exact", "plain", "sizes"))
-        return expected(exact, plain, sizes, (noise * _largest(self.k), noise * _largest(self.q), 0.0))
+        exact, plain, rounded, sizes = (gradients(*given, **self.meaning, kind=kind)
+                                        for kind in ("exact", "plain", "rounded", "sizes"))
+        return expected(exact, plain, rounded, sizes, (noise * _largest(self.k), noise * _largest(self.q), 0.0))
 
     @property
     def _scale(self) -> float:
