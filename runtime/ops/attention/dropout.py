@@ -6,7 +6,7 @@ below a bound. Their place in its counter hangs on query head, query and key alo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from flashgen.codegen.families.shared.launch import kept_of_65536
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops.arguments import check_tensor, number, shown, whole
 from flashgen.runtime.ops.tensors import MAX_LENGTH
+
+if TYPE_CHECKING:
+    from flashgen.runtime.select.params import Bound
 
 ALLOWED = "a number, from 0 to below 1"
 _WORD = 0xFFFFFFFF
@@ -29,7 +32,6 @@ _SEEDS = 2**62  # torch.randint counts in 63 bits
 # The end of the text that names the spec of a call with dropout. The probability is then the first of the call's floats
 # and the seed the first of the extra tensors, so that the torch ops need no arguments of their own for it.
 MARK = "\ndropout"
-Bound = tuple[tuple[int, ...], tuple[float, ...], tuple[Tensor, ...]]
 Named = tuple[str, tuple[int, ...], tuple[float, ...], tuple[Tensor, ...]]  # as parameters.bound_to gives it
 
 

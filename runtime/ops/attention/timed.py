@@ -93,11 +93,11 @@ def find(peer: str) -> Peer:
     return Peer(start)
 
 
-def _present() -> str | None:
+def present() -> str | None:
     return None
 
 
-def _square_only(case: Problem) -> None:
+def square_only(case: Problem) -> None:
     if case.varlen:
         raise Refused("it has no packed sequences")
     if case.causal and case.seqlen_q != case.seqlen_kv:
@@ -110,7 +110,7 @@ def _sdpa(backend: str) -> Prepare:
     def prepare(case: Problem) -> Callable[[Inputs], object]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        _square_only(case)
+        square_only(case)
         chosen, gqa = getattr(SDPBackend, backend), case.num_heads_q != case.num_heads_kv
 
         def attend(x: Inputs) -> Tensor:
@@ -206,8 +206,8 @@ def _torch_varlen(case: Problem, device: str = "cuda") -> Callable[[Inputs], obj
 
 # (why it is absent, or None; preparation for a case)
 PEERS: dict[str, tuple[Callable[[], str | None], Prepare]] = {
-    "sdpa-fa2": (_present, _sdpa("FLASH_ATTENTION")),
-    "sdpa-cudnn": (_present, _sdpa("CUDNN_ATTENTION")),
+    "sdpa-fa2": (present, _sdpa("FLASH_ATTENTION")),
+    "sdpa-cudnn": (present, _sdpa("CUDNN_ATTENTION")),
     "flex": (lambda: None if importlib.util.find_spec("triton") else "triton is not installed", _flex),
     "fa3": (_fa3_absent, _fa3(1)),
     "fa3-split": (_fa3_absent, _fa3(0)),

@@ -13,7 +13,7 @@ from flashgen.codegen.program import Buffer
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
 from flashgen.runtime.ops.arguments import check_unread, flag, pair, require_tensors
-from flashgen.runtime.ops.attention.bound import UNBOUND, bound_parameters
+from flashgen.runtime.ops.attention.bound import bound_parameters, bound_to_call
 from flashgen.runtime.ops.attention.checks import (
     WINDOW_ALLOWED,
     causal_code,
@@ -22,7 +22,8 @@ from flashgen.runtime.ops.attention.checks import (
     read_deterministic,
     side,
 )
-from flashgen.runtime.ops.attention.dropout import probability, taken_off, with_dropout
+from flashgen.runtime.ops.attention.dropout import probability, taken_off
+from flashgen.runtime.ops.attention.signature import ATTENTION
 from flashgen.runtime.ops.attention.sizes import check_values, mappable, named_strides, read_call
 from flashgen.runtime.ops.attention_backward.signature import ATTENTION_BACKWARD
 from flashgen.runtime.ops.front import Arguments, Ready, kernels_for
@@ -67,11 +68,6 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     if type(window) is not tuple or len(window) != 2:
         window = pair("window", window, WINDOW_ALLOWED)
     check_unread(max_seqlen_q, max_seqlen_kv)
-    text, ints, floats, extra = UNBOUND
-    if spec is not None or params is not None:
-        from flashgen.runtime.ops.attention.parameters import bound_to  # bundles serve without specs
-
-        text, ints, floats, extra = bound_to(spec, params)
     require_tensors(False, dout=dout, q=q, k=k, v=v, out=out, lse=lse)
     require_tensors(True, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
     check_pair(cu_seqlens_q, cu_seqlens_kv)
@@ -79,7 +75,7 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
     if dropout_seed is None and probability(dropout_p):
         raise UnsupportedError("dropout_p without the seed of the forward call", where="dropout_seed",
                                allowed="the dropout_seed that flashgen.attention was given")
-    text, ints, floats, extra = with_dropout((text, ints, floats, extra), dropout_p, dropout_seed, q.device)
+    text, ints, floats, extra = bound_to_call(spec, params, dropout_p, dropout_seed, q.device)
     return gradients((dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_kv),
                      (causal_code(causal), *window, softmax_scale, text, read_deterministic(deterministic), ints,
                       floats), extra)
@@ -135,8 +131,7 @@ class AttentionBackward(front.Operation):
     def check(self, tensors: Tensors) -> None:
         dout, q, k, v, out, lse, dlse, cu_q, cu_kv = tensors
         check_qkv(q, k, v, cu_q, cu_kv)
-        out_shape = (*q.shape[:-1], v.shape[-1])
-        lse_shape = (q.shape[1], q.shape[0]) if cu_q is not None else (q.shape[0], q.shape[2], q.shape[1])
+        out_shape, lse_shape = ATTENTION.shapes((q, k, v, cu_q, cu_kv), ())
         for name, t, shape, dtype in (("dout", dout, out_shape, q.dtype), ("out", out, out_shape, q.dtype),
                                       ("lse", lse, lse_shape, torch.float32), ("dlse", dlse, lse_shape, torch.float32)):
             if t is not None and (tuple(t.shape) != shape or t.dtype != dtype or t.device != q.device):

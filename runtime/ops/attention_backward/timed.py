@@ -17,7 +17,7 @@ from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import VerifyError
 from flashgen.runtime.measure.bench import Call, Device, Peer, Refused, sets_needed
 from flashgen.runtime.ops.attention.dropout import spec_arguments
-from flashgen.runtime.ops.attention.timed import draw
+from flashgen.runtime.ops.attention.timed import draw, present, square_only
 from flashgen.runtime.ops.attention_backward.problem import BackwardInputs, BackwardProblem
 
 Prepare = Callable[[BackwardProblem], Callable[[BackwardInputs], Callable[[], object]]]
@@ -70,17 +70,8 @@ def find(peer: str) -> Peer:
     return Peer(start)
 
 
-def _square_only(case: BackwardProblem) -> None:
-    if case.varlen:
-        raise Refused("it has no packed sequences")
-    if case.causal and case.seqlen_q != case.seqlen_kv:
-        raise Refused("its causal mask is aligned top-left, ours bottom-right: they differ unless seqlen_q = seqlen_kv")
-    if case.window != (-1, -1):
-        raise Refused("it has no window")
-
-
 def _cudnn(case: BackwardProblem) -> Callable[[BackwardInputs], Callable[[], object]]:
-    _square_only(case)
+    square_only(case)
     aten, causal = torch.ops.aten, bool(case.causal)
 
     def prepare(x: BackwardInputs) -> Callable[[], object]:
@@ -94,7 +85,7 @@ def _cudnn(case: BackwardProblem) -> Callable[[BackwardInputs], Callable[[], obj
 
 
 def _flash(case: BackwardProblem) -> Callable[[BackwardInputs], Callable[[], object]]:
-    _square_only(case)
+    square_only(case)
     if case.num_heads_q != case.num_heads_kv:
         raise Refused("below autograd it has a key head for each query head")
     aten, causal = torch.ops.aten, bool(case.causal)
@@ -144,15 +135,11 @@ def _fa4(case: BackwardProblem) -> Callable[[BackwardInputs], Callable[[], objec
     return prepare
 
 
-def _present() -> str | None:
-    return None
-
-
 # (why it is absent, or None; preparation for a case)
 PEERS: dict[str, tuple[Callable[[], str | None], Prepare]] = {
-    "sdpa-cudnn": (_present, _cudnn),
-    "sdpa-fa2": (_present, _flash),
-    "torch-varlen": (_present, _torch_varlen),
+    "sdpa-cudnn": (present, _cudnn),
+    "sdpa-fa2": (present, _flash),
+    "torch-varlen": (present, _torch_varlen),
     "fa4": (lambda: None if importlib.util.find_spec("flash_attn") else "flash_attn.cute is not installed; pip install "
             "flash-attn-4", _fa4),
 }
