@@ -258,7 +258,7 @@ fa2_bwd_bf16_d128_causal_gradients(const __grid_constant__ Params p) {
     const QueryTile::LaneView query_rows(queries + warp_query * QueryTile::ROW_BYTES,
                                          lane % 8 + lane / 16 * 8, lane / 8 % 2);
     gemm_scores<MMA_COLS_QK / 16, Element>(s, keys, query_rows);
-    exponentiate(s, neg_lse + lane_query, p.scale_log2);
+    exponentiate_transposed(s, neg_lse + lane_query, p.scale_log2);
     if (masked) zero_masked(s, key_begin + lane_key, first_query, seen_by);
     store_fragments<PairTile, Element>(smem + SMEM_P, s, lane_key, warp_query / 8);
 

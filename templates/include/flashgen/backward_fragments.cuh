@@ -3,10 +3,8 @@
 #pragma once
 #include "flashgen/gemm_sync.cuh"
 #include "flashgen/ptx/atomic.cuh"
-#include "flashgen/ptx/math.cuh"
+#include "flashgen/query_pairs.cuh"
 #include "flashgen/query_range.cuh"
-
-struct alignas(8) FloatPair { float x, y; };
 
 // The B operand of a product over a tile's rows, for warp `column_warp` of WARPS, a power of two, that share its columns.
 // They get blocks of 16 like cards dealt, so that each steps along them by immediates, whatever the number of columns.
@@ -52,22 +50,6 @@ FG_DEVICE void gemm_rows(float (&acc)[M][V][4], const Operand& operand, const Vi
   }
 }
 
-// P from scores: 2 to the power of their multiple less the row's lse. `neg_lse` is that of this lane's s[0][0][0].
-template <int M, int N>
-FG_DEVICE void exponentiate(float (&s)[M][N][4], const float* neg_lse, float scale_log2) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const FloatPair here = *reinterpret_cast<const FloatPair*>(neg_lse + 8 * n);
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        s[m][n][2 * h] = exp2_approx(fmaf(s[m][n][2 * h], scale_log2, here.x));
-        s[m][n][2 * h + 1] = exp2_approx(fmaf(s[m][n][2 * h + 1], scale_log2, here.y));
-      }
-  }
-}
-
 template <int M, int N>
 FG_DEVICE void copy(float (&to)[M][N][4], const float (&x)[M][N][4]) {
 #pragma unroll
@@ -94,13 +76,13 @@ template <int M, int N>
 FG_DEVICE void differentiate(float (&dp)[M][N][4], const float (&p)[M][N][4], const float* neg_delta) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const FloatPair here = *reinterpret_cast<const FloatPair*>(neg_delta + 8 * n);
+    const QueryPair here = query_pair(neg_delta, n);
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        dp[m][n][2 * h] = p[m][n][2 * h] * (dp[m][n][2 * h] + here.x);
-        dp[m][n][2 * h + 1] = p[m][n][2 * h + 1] * (dp[m][n][2 * h + 1] + here.y);
+        dp[m][n][2 * h] = p[m][n][2 * h] * (dp[m][n][2 * h] + here.first);
+        dp[m][n][2 * h + 1] = p[m][n][2 * h + 1] * (dp[m][n][2 * h + 1] + here.second);
       }
   }
 }

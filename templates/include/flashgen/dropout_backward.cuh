@@ -53,8 +53,8 @@ FG_DEVICE void differentiate_dropped(float (&dp)[M][N][4], const float (&marked)
                                      float scale) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const FloatPair two = *reinterpret_cast<const FloatPair*>(neg_delta + 8 * n);
-    const float here[2] = {two.x, two.y};
+    const QueryPair two = query_pair(neg_delta, n);
+    const float here[2] = {two.first, two.second};
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll

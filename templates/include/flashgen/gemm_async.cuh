@@ -70,14 +70,15 @@ FG_DEVICE void fill_zero(uint32_t (&operand)[N][4]) {
 constexpr int STATEMENT_STEPS = 4;
 FG_DEVICE constexpr int statement_steps(int left) { return left < STATEMENT_STEPS ? left : STATEMENT_STEPS; }
 
-template <class QueryTile, class KeyTile, int FIRST, int K_STEPS, class Element, int N>
+// ADDED: to what s holds, in place of it.
+template <class QueryTile, class KeyTile, int FIRST, int K_STEPS, class Element, bool ADDED = false, int N>
 FG_DEVICE void qk_steps(float (&s)[1][N][4], uint64_t q, uint64_t k) {
   if constexpr (FIRST < K_STEPS) {
     uint64_t q_steps[statement_steps(K_STEPS - FIRST)], k_steps[statement_steps(K_STEPS - FIRST)];
     fill_steps<AlongColumns<QueryTile>>(q_steps, q, FIRST);
     fill_steps<AlongColumns<KeyTile>>(k_steps, k, FIRST);
-    wgmma_ss<8 * N, K_MAJOR, K_MAJOR>(Element{}, registers_of(s), q_steps, k_steps, FIRST > 0);
-    qk_steps<QueryTile, KeyTile, FIRST + STATEMENT_STEPS, K_STEPS, Element>(s, q, k);
+    wgmma_ss<8 * N, K_MAJOR, K_MAJOR>(Element{}, registers_of(s), q_steps, k_steps, ADDED || FIRST > 0);
+    qk_steps<QueryTile, KeyTile, FIRST + STATEMENT_STEPS, K_STEPS, Element, ADDED>(s, q, k);
   }
 }
 
@@ -108,15 +109,15 @@ FG_DEVICE void issue_pv(float (&o)[1][V][4], uint32_t (&p)[K_STEPS][4], uint64_t
   wgmma_commit();
 }
 
-template <class PTile, class ValueTile, int FIRST, class Element, int V>
+template <class PTile, class ValueTile, int FIRST, class Element, bool ADDED = true, int V>
 FG_DEVICE void pv_steps(float (&o)[1][V][4], uint64_t p, uint64_t v) {
   constexpr int K_STEPS = PTile::COLS / K_STEP;
   if constexpr (FIRST < K_STEPS) {
     uint64_t p_steps[statement_steps(K_STEPS - FIRST)], v_steps[statement_steps(K_STEPS - FIRST)];
     fill_steps<AlongColumns<PTile>>(p_steps, p, FIRST);
     fill_steps<AlongRows<ValueTile>>(v_steps, v, FIRST);
-    wgmma_ss<8 * V, K_MAJOR, MN_MAJOR>(Element{}, registers_of(o), p_steps, v_steps, 1);
-    pv_steps<PTile, ValueTile, FIRST + STATEMENT_STEPS, Element>(o, p, v);
+    wgmma_ss<8 * V, K_MAJOR, MN_MAJOR>(Element{}, registers_of(o), p_steps, v_steps, ADDED || FIRST > 0);
+    pv_steps<PTile, ValueTile, FIRST + STATEMENT_STEPS, Element, ADDED>(o, p, v);
   }
 }
 

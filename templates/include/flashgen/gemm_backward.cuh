@@ -2,68 +2,24 @@
 // lane / 4 + 8 * h of s is a key, column 8 * n + 2 * (lane % 4) + i a query: element s[0][n][2 * h + i].
 #pragma once
 #include "flashgen/gemm_async.cuh"
-#include "flashgen/ptx/math.cuh"
 #include "flashgen/ptx/wgmma_shapes.cuh"
+#include "flashgen/query_pairs.cuh"
 #include "flashgen/query_range.cuh"
-
-template <class ATile, class BTile, int FIRST, int K_STEPS, class Element, int N>
-FG_DEVICE void added_qk_steps(float (&s)[1][N][4], uint64_t a, uint64_t b) {
-  if constexpr (FIRST < K_STEPS) {
-    uint64_t a_steps[statement_steps(K_STEPS - FIRST)], b_steps[statement_steps(K_STEPS - FIRST)];
-    fill_steps<AlongColumns<ATile>>(a_steps, a, FIRST);
-    fill_steps<AlongColumns<BTile>>(b_steps, b, FIRST);
-    wgmma_ss<8 * N, K_MAJOR, K_MAJOR>(Element{}, registers_of(s), a_steps, b_steps, 1);
-    added_qk_steps<ATile, BTile, FIRST + STATEMENT_STEPS, K_STEPS, Element>(s, a, b);
-  }
-}
 
 // Starts s += a b^T over K_STEPS * 16 columns, as one group.
 template <class ATile, class BTile, int K_STEPS, class Element, int N>
 FG_DEVICE void issue_added_qk(float (&s)[1][N][4], uint64_t a, uint64_t b) {
   wgmma_fence(registers_of(s));
-  added_qk_steps<ATile, BTile, 0, K_STEPS, Element>(s, a, b);
+  qk_steps<ATile, BTile, 0, K_STEPS, Element, true>(s, a, b);
   wgmma_commit();
-}
-
-template <class DsTile, class KeyTile, int FIRST, class Element, int N>
-FG_DEVICE void dq_steps(float (&dq)[1][N][4], uint64_t ds, uint64_t k) {
-  constexpr int K_STEPS = DsTile::COLS / K_STEP;
-  if constexpr (FIRST < K_STEPS) {
-    uint64_t ds_steps[statement_steps(K_STEPS - FIRST)], k_steps[statement_steps(K_STEPS - FIRST)];
-    fill_steps<AlongColumns<DsTile>>(ds_steps, ds, FIRST);
-    fill_steps<AlongRows<KeyTile>>(k_steps, k, FIRST);
-    wgmma_ss<8 * N, K_MAJOR, MN_MAJOR>(Element{}, registers_of(dq), ds_steps, k_steps, FIRST > 0);
-    dq_steps<DsTile, KeyTile, FIRST + STATEMENT_STEPS, Element>(dq, ds, k);
-  }
 }
 
 // Starts dq = ds k, as one group: ds [queries][keys] and k in shared memory.
 template <class DsTile, class KeyTile, class Element, int N>
 FG_DEVICE void issue_dq(float (&dq)[1][N][4], uint64_t ds, uint64_t k) {
   wgmma_fence(registers_of(dq));
-  dq_steps<DsTile, KeyTile, 0, Element>(dq, ds, k);
+  pv_steps<DsTile, KeyTile, 0, Element, false>(dq, ds, k);
   wgmma_commit();
-}
-
-// Numbers of two neighbouring queries: what a lane reads of -lse or -delta for its columns 8 * n and 8 * n + 1.
-struct alignas(8) QueryPair {
-  float first, second;
-};
-FG_DEVICE QueryPair query_pair(const unsigned char* lane_row, int n) {
-  return *reinterpret_cast<const QueryPair*>(lane_row + 32 * n);
-}
-
-// P = 2^(s * scale - lse). `neg_lse` begins with this lane's first query.
-template <int N>
-FG_DEVICE void exponentiate_transposed(float (&s)[1][N][4], const unsigned char* neg_lse, float scale_log2) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const QueryPair l = query_pair(neg_lse, n);
-    s[0][n][0] = exp2_approx(fmaf(s[0][n][0], scale_log2, l.first));
-    s[0][n][1] = exp2_approx(fmaf(s[0][n][1], scale_log2, l.second));
-    s[0][n][2] = exp2_approx(fmaf(s[0][n][2], scale_log2, l.first));
-    s[0][n][3] = exp2_approx(fmaf(s[0][n][3], scale_log2, l.second));
-  }
 }
 
 // P of masked elements becomes 0, whatever it was. `q_pos` is that of s[0][0][0]; `seeing(h)` the queries that see the
