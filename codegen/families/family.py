@@ -77,6 +77,7 @@ class Pass:
     kernels: tuple[tuple[tuple[str, Any], ...], ...] = ((),)  # of one call, in their order: traits that tell them apart
     shown: str | None = None                 # the kernel that stands for a call, where it has several
     only: tuple[Only, ...] = ()              # what it takes of a spec, beside what the family takes
+    follows: bool = False                    # its kernels follow from a spec of another pass, whose gradients they make
 
     @property
     def kernel_names(self) -> tuple[str | None, ...]:

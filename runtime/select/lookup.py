@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
 EMULATED_FIRST = "sm_90"  # the target whose kernels are emulated where the call leaves a choice
-GRADIENTS = "attention_backward"  # the operation whose kernels follow from specs of forward kernels
 NO_MAPS = ("q, k or v has rows, heads or sequences that overlap (as expanded tensors do) or lie 2^40 bytes apart: "
            "tensor maps cannot describe it")
 
@@ -176,9 +175,9 @@ class Registry:
         emulated = device_index == EMULATED
         archs = self._archs(device_index)
         if wanted.spec:
-            spec = self._open(wanted.spec)
-            kinds = _kinds_of(wanted, archs, fastest_first(wanted.op, emulated=emulated))
-            if wanted.op == GRADIENTS:
+            spec, families = self._open(wanted.spec), fastest_first(wanted.op, emulated=emulated)
+            kinds = _kinds_of(wanted, archs, families)
+            if any(family.by_op[wanted.op].follows for family in families):
                 from flashgen.runtime.select.differentiated import backward_specs  # reads specs
 
                 variants = backward_specs(wanted.spec, spec, kinds, wanted.op)

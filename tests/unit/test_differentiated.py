@@ -12,10 +12,10 @@ from flashgen.codegen.spec.spec import Spec
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.select.differentiated import backward_specs
 from flashgen.runtime.select.handles import handle_of, opened
-from flashgen.runtime.select.lookup import GRADIENTS, _kinds_of, _matching, archs_for
+from flashgen.runtime.select.lookup import _kinds_of, _matching, archs_for
 from flashgen.runtime.select.selector import Wanted
 
-WANTED = Wanted("bf16", 64, 64, True, False, "dense", True, op=GRADIENTS, traits=(("kernel", "gradients"),))
+WANTED = Wanted("bf16", 64, 64, True, False, "dense", True, op="attention_backward", traits=(("kernel", "gradients"),))
 FORWARD = {"name": "mine", "family": "fa3", "pass_": "fwd", "arch": "sm_90a", "dtype": "bf16", "head_dim_qk": 64,
            "p_operand": "shared", "q_stages": 1}
 

@@ -50,7 +50,7 @@ def backward(gradients: str, *, grid: Grid | None = None, only: tuple[Only, ...]
 
     return Pass("bwd", "attention_backward", "gradients of fwd", lower, launch, smallest_call, explain,
                 kernels=named("preprocess", "gradients", "postprocess"), shown="gradients", loops=loops,
-                only=(*ONLY, *only))
+                only=(*ONLY, *only), follows=True)
 
 
 def key_tiles(plan: Plan, values: Mapping[str, Number]) -> int:
