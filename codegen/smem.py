@@ -17,6 +17,11 @@ def smem_cols(head_dim: int) -> int:
     return round_up(head_dim, 32)
 
 
+def panel_cols(head_dim: int) -> int:
+    """Columns of a panel: 64, or 32 where the head dim asks for it."""
+    return 64 if smem_cols(head_dim) % 64 == 0 else 32
+
+
 def tile_bytes(rows: int, head_dim: int) -> int:
     return rows * smem_cols(head_dim) * ELEMENT_BYTES
 
@@ -30,3 +35,8 @@ def layout_regions(pieces: tuple[tuple[str, int, str], ...]) -> tuple[Region, ..
         regions.append(Region(name, offset, size, holds))
         offset += size
     return tuple(regions)
+
+
+def end_of(regions: tuple[Region, ...]) -> int:
+    """The bytes that a block asks for."""
+    return regions[-1].offset_bytes + regions[-1].size_bytes if regions else 0

@@ -17,7 +17,7 @@ from flashgen.codegen.families.shared.backward_lower import gradient_params, gra
 from flashgen.codegen.families.shared.sums import turn_parts, turns_slot
 from flashgen.codegen.plan import Constant, Launch, Plan, Role, registers_per_thread_max
 from flashgen.codegen.slots import tiled_as
-from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
+from flashgen.codegen.smem import end_of, layout_regions, round_up, smem_cols, tile_bytes
 from flashgen.codegen.target import Target
 from flashgen.errors import PlanError
 
@@ -78,7 +78,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
                 *gradient_strides(spec), *gradient_sizes(spec), *expressions.slot_params(spec),
                 *dropout.scalar_params(spec)),
         smem=smem, roles=(Role("mma", tile.warps),),
-        launch=Launch(32 * tile.warps, tile.blocks_per_sm, smem[-1].offset_bytes + smem[-1].size_bytes,
+        launch=Launch(32 * tile.warps, tile.blocks_per_sm, end_of(smem),
                       "x = n_tiles * num_heads_kv" + ("" if spec.kv_layout == "varlen" else " * batch")),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
         allowed_spill_bytes=(SPILL_BYTES * bool(spec.expressions) + TURNS_SPILL_BYTES * spec.deterministic

@@ -14,7 +14,7 @@ from flashgen.codegen.families.shared import expressions
 from flashgen.codegen.families.shared.params import size_params, stride_params, tensor_params
 from flashgen.codegen.plan import Constant, Launch, Param, Plan, Role, registers_per_thread_max
 from flashgen.codegen.slots import LAYOUTS, tiled_as
-from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
+from flashgen.codegen.smem import end_of, layout_regions, round_up, smem_cols, tile_bytes
 from flashgen.codegen.target import Target
 from flashgen.errors import PlanError
 
@@ -52,7 +52,7 @@ def lower(spec: Spec, target: Target) -> Plan:
                ("q_in_shared", tile.q_operand == "shared"), ("tile_words", mask == "expression"),
                *expressions.flags_of(spec), *dropout.flags_of(spec)),
         params=_params(spec), smem=smem, roles=(Role("mma", tile.warps),),
-        launch=Launch(32 * tile.warps, tile.blocks_per_sm, smem[-1].offset_bytes + smem[-1].size_bytes,
+        launch=Launch(32 * tile.warps, tile.blocks_per_sm, end_of(smem),
                       "x = m_tiles * num_heads_q" + ("" if spec.kv_layout == "varlen" else " * batch")),
         register_usage_level=tile.register_usage_level,
         notes=(f"tile: {tile.source}",), allowed_spill_bytes=dropout.allowed_spill_bytes(spec),

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.families.fa3 import bwd_wide
-from flashgen.codegen.families.fa3.bwd_params import gradients_params
+from flashgen.codegen.families.fa3.bwd_params import BLOCK_BYTES, CONSUMERS, CONSUMERS_BARRIER, gradients_params
 from flashgen.codegen.families.fa3.bwd_tiles import TILES, BwdRow
 from flashgen.codegen.families.shared.sums import turn_parts, turns_slot
 from flashgen.codegen.plan import Barrier, Constant, Launch, Plan, Region, Role, TensorMap
 from flashgen.codegen.slots import mask_choice
-from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
+from flashgen.codegen.smem import end_of, layout_regions, panel_cols, round_up, smem_cols, tile_bytes
 from flashgen.codegen.target import Target
 from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from flashgen.codegen.wgmma import WgmmaShape, product_shapes
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from flashgen.codegen.families.fa3.options import Spec
 
 NARROW_HEAD_DIM = 128  # dK and dV of 64 keys of wider heads do not fit the registers of one warpgroup
-CONSUMERS = 2  # warpgroups
 REGISTERS = (24, 240)  # (load, mma) per thread of 64 Ki: dK, dV, S, dP and dS of 64 keys take more than 216
-BLOCK_BYTES = 64       # struct KeyBlock, at most
 DS_STAGES = 2          # dQ lags a step behind dS, so that a warpgroup may be half a step ahead of the other
-CONSUMERS_BARRIER, PHASE_BARRIER = 1, 2  # named barriers; turns take the next one, too
+PHASE_BARRIER = CONSUMERS_BARRIER + 1  # a named barrier; turns take the next one, too
 
 
 def lower_gradients(spec: Spec, target: Target) -> Plan:
@@ -55,7 +53,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
                ("scores_early", tile.order == "scores_early"), ("scores_late", tile.order == "scores_late")),
         params=gradients_params(spec, mask), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers), Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),
-        launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, smem[-1].offset_bytes + smem[-1].size_bytes,
+        launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, end_of(smem),
                       "x = n_tiles * num_heads_kv" + ("" if varlen else " * batch"), programmatic=True),
         tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
@@ -107,18 +105,13 @@ def _dq_cols(spec: Spec, tile: BwdRow) -> tuple[int, int, int]:
     columns = round_up(spec.head_dim_qk, 16)
     if tile.m > WARPGROUP_ROWS:
         return columns, columns, columns
-    part = round_up(-(-columns // CONSUMERS), _panel_cols(spec.head_dim_qk))
+    part = round_up(-(-columns // CONSUMERS), panel_cols(spec.head_dim_qk))
     return part, min(part, columns), max(columns - part, 0)
-
-
-def _panel_cols(head_dim: int) -> int:
-    """TileShape's: panels of 64 columns, or of 32 where the head dim asks for it."""
-    return 64 if smem_cols(head_dim) % 64 == 0 else 32
 
 
 def _tensor_maps(spec: Spec, tile: BwdRow) -> tuple[TensorMap, ...]:
     return tuple(
-        TensorMap(f"{name}_map", name, _panel_cols(dim), rows, 2 * _panel_cols(dim))
+        TensorMap(f"{name}_map", name, panel_cols(dim), rows, 2 * panel_cols(dim))
         for name, dim, rows in (
             ("q", spec.head_dim_qk, tile.m), ("k", spec.head_dim_qk, tile.n), ("v", spec.head_dim_v, tile.n),
             ("dout", spec.head_dim_v, tile.m), ("dk", spec.head_dim_qk, WARP_ROWS), ("dv", spec.head_dim_v, WARP_ROWS)))

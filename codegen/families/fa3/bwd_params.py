@@ -1,4 +1,4 @@
-"""Parameters of the gradients kernels of fa3's backward, which are the same for narrow and wide heads."""
+"""What the gradients kernels of fa3's backward have in common, for narrow and wide heads: parameters and numbers."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -9,6 +9,10 @@ from flashgen.codegen.slots import MASKS
 
 if TYPE_CHECKING:
     from flashgen.codegen.families.fa3.options import Spec
+
+CONSUMERS = 2          # warpgroups
+CONSUMERS_BARRIER = 1  # a named barrier
+BLOCK_BYTES = 64       # struct KeyBlock, at most
 
 
 def gradients_params(spec: Spec, mask: str) -> tuple[Param, ...]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.families.fa3.bwd_params import gradients_params
+from flashgen.codegen.families.fa3.bwd_params import BLOCK_BYTES, CONSUMERS, CONSUMERS_BARRIER, gradients_params
 from flashgen.codegen.families.shared.sums import turn_parts, turns_slot
 from flashgen.codegen.plan import Barrier, Constant, Launch, Plan, Region, Role, TensorMap
 from flashgen.codegen.slots import mask_choice
-from flashgen.codegen.smem import ELEMENT_BYTES, layout_regions, round_up
+from flashgen.codegen.smem import ELEMENT_BYTES, end_of, layout_regions, round_up
 from flashgen.codegen.target import Target
 from flashgen.codegen.warpgroup import WARP_ROWS, WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from flashgen.codegen.wgmma import WgmmaShape, product_shapes
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 BLOCK = WARPGROUP_ROWS  # queries, and keys: more of either would not leave dK, dV and dQ their registers
 STAGES = 2              # of all that passes between warps: shared memory is full with them at D256
 PANEL_COLS = 64         # of 128-byte rows; narrower panels would save loads of zeros, and cut dQ at fewer places
-CONSUMERS = 2           # warpgroups
 REGISTERS = (24, 240)   # (load, mma): with more for the loads the compiler falls back to fewer, and spills
-BLOCK_BYTES = 64        # struct KeyBlock, at most
-CONSUMERS_BARRIER = 1   # a named barrier
 FLOAT_BYTES = 4
 # (P of which dS is made, its stages), of which the first that fits is taken. The error of dS is a fifth less with fp32.
 # At D256 one stage of fp32 would fit, too. Two stages of elements are what was timed there.
@@ -47,7 +44,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
     barriers = _barriers(varlen)
     p_precision, p_stages, smem = next(
         (precision, stages, smem) for precision, stages in P_PRECISIONS
-        if _end(smem := _smem(spec, precision, stages, barriers)) <= target.smem_per_block_bytes)
+        if end_of(smem := _smem(spec, precision, stages, barriers)) <= target.smem_per_block_bytes)
     load_registers, mma_registers = REGISTERS
     return Plan(
         variant=spec.variant, target=target.name, family="fa3", pass_="bwd", spec=spec.fields(),
@@ -59,7 +56,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         params=gradients_params(spec, mask), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),
-        launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, _end(smem),
+        launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, end_of(smem),
                       "x = n_tiles * num_heads_kv" + ("" if varlen else " * batch"), programmatic=True),
         tensor_maps=_tensor_maps(spec), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec),
         notes=("tile: 64 queries x 64 keys: dK and dV of 64 keys take 128 registers of each mma thread at D256",),
@@ -69,10 +66,6 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
 def dq_split(cols: int) -> int:
     """Columns of dQ that the first warpgroup makes: whole panels, about half."""
     return PANEL_COLS * max(1, round(cols / 2 / PANEL_COLS))
-
-
-def _end(smem: tuple[Region, ...]) -> int:
-    return smem[-1].offset_bytes + smem[-1].size_bytes
 
 
 def _cols(head_dim: int) -> int:

@@ -14,7 +14,7 @@ from flashgen.codegen.families.shared import expressions
 from flashgen.codegen.families.shared.params import size_params, stride_params, tensor_params
 from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
 from flashgen.codegen.slots import LAYOUTS, ORDERS, ROWS, tiled_as
-from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
+from flashgen.codegen.smem import end_of, layout_regions, panel_cols, round_up, smem_cols, tile_bytes
 from flashgen.codegen.target import Target
 from flashgen.codegen.warpgroup import (
     MAX_WARPGROUPS,
@@ -73,7 +73,7 @@ def lower(spec: Spec, target: Target) -> Plan:
     tile = TILES.overridden(spec, row)
     _check_tile(spec, tile)
     barriers, smem = in_smem(tile)
-    if tile == row and tile.stages > MIN_STAGES and _end(smem) > target.smem_per_block_bytes:
+    if tile == row and tile.stages > MIN_STAGES and end_of(smem) > target.smem_per_block_bytes:
         tile = replace(tile, stages=tile.stages - 1,
                        source=f"{tile.source}; with a stage less, as queries and output of these head dims lie apart")
         barriers, smem = in_smem(tile)
@@ -103,7 +103,7 @@ def lower(spec: Spec, target: Target) -> Plan:
         params=_params(spec, order, split, pingpong), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * num_consumers, mma_registers)),
-        launch=Launch(WARPGROUP_THREADS * (num_consumers + 1), 1, _end(smem),
+        launch=Launch(WARPGROUP_THREADS * (num_consumers + 1), 1, end_of(smem),
                       "x = one block per SM, or per work tile where those are fewer"),
         tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
@@ -159,7 +159,7 @@ def _smem(spec: Spec, tile: TileRow, num_consumers: int, walked: bool, out_stage
          f"[{num_consumers} warpgroups][{tile.q_stages} stages] of 64 queries"),
         ("K", tile.stages * tile_bytes(tile.n, spec.head_dim_qk), f"{tile.stages} stages of {tile.n} keys"),
         ("V", tile.stages * tile_bytes(tile.n, spec.head_dim_v), f"{tile.stages} stages of {tile.n} values"),
-        *((("OUT", WARPGROUP_WARPS * num_consumers * out_stages * WARP_ROWS * 2 * _panel_cols(spec.head_dim_v),
+        *((("OUT", WARPGROUP_WARPS * num_consumers * out_stages * WARP_ROWS * 2 * panel_cols(spec.head_dim_v),
             f"[{WARPGROUP_WARPS * num_consumers} warps][{out_stages} panels] of {WARP_ROWS} rows of the output"),)
           if out_stages else ()),
         *((("P", num_consumers * tile_bytes(WARPGROUP_ROWS, tile.n), f"[{num_consumers} warpgroups] of 64 rows of P"),)
@@ -172,29 +172,20 @@ def _smem(spec: Spec, tile: TileRow, num_consumers: int, walked: bool, out_stage
     ))
 
 
-def _end(smem: tuple[Region, ...]) -> int:
-    return smem[-1].offset_bytes + smem[-1].size_bytes
-
-
-def _panel_cols(head_dim: int) -> int:
-    """TileShape's: panels of 64 columns, or of 32 where the head dim asks for it."""
-    return 64 if smem_cols(head_dim) % 64 == 0 else 32
-
-
 def _out_stages(spec: Spec, tile: TileRow) -> int:
     """Panels of shared memory that each warp has for its output. 0: none, because it goes where its queries were, which
     is possible when they are as wide, and the next ones have a stage of their own.
     """
     if spec.pack_gqa:
         return 1  # plain stores wait for nothing
-    fits = (tile.q_stages > 1 and _panel_cols(spec.head_dim_qk) == _panel_cols(spec.head_dim_v)
+    fits = (tile.q_stages > 1 and panel_cols(spec.head_dim_qk) == panel_cols(spec.head_dim_v)
             and smem_cols(spec.head_dim_v) <= smem_cols(spec.head_dim_qk))
     return 0 if fits else OUT_STAGES
 
 
 def _tensor_maps(spec: Spec, tile: TileRow) -> tuple[TensorMap, ...]:
     return tuple(
-        TensorMap(f"{name}_map", name, _panel_cols(dim), rows, 2 * _panel_cols(dim),
+        TensorMap(f"{name}_map", name, panel_cols(dim), rows, 2 * panel_cols(dim),
                   packed=spec.pack_gqa and name == "q")
         for name, dim, rows in (
             ("q", spec.head_dim_qk, WARPGROUP_ROWS), ("k", spec.head_dim_qk, tile.n), ("v", spec.head_dim_v, tile.n),
@@ -230,7 +221,7 @@ def _constants(spec: Spec, tile: TileRow, num_consumers: int, out_stages: int, s
         Constant("SMEM_COLS_QK", smem_cols(spec.head_dim_qk), "columns stored of q and k: whole panels, surplus zero"),
         Constant("SMEM_COLS_V", smem_cols(spec.head_dim_v), "columns stored of v, likewise"),
     ]
-    panels = smem_cols(spec.head_dim_v) // _panel_cols(spec.head_dim_v)
+    panels = smem_cols(spec.head_dim_v) // panel_cols(spec.head_dim_v)
     if spec.pack_gqa:
         stored = WARPGROUP_ROWS + 1, "more than there are: no box takes rows of heads"
     else:

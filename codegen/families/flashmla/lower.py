@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.plan import Barrier, Constant, Launch, Param, Plan, Region, Role, TensorMap
-from flashgen.codegen.smem import layout_regions, tile_bytes
+from flashgen.codegen.smem import end_of, layout_regions, tile_bytes
 from flashgen.codegen.target import Target
 from flashgen.codegen.warpgroup import WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from flashgen.codegen.wgmma import product_shapes
@@ -49,7 +49,7 @@ def lower_decode(spec: Spec, target: Target) -> Plan:
         params=_params(rope, copy),
         smem=smem, roles=(Role("load", WARPGROUP_WARPS, LOAD_REGISTERS),
                           Role("mma", 2 * WARPGROUP_WARPS, MMA_REGISTERS)),
-        launch=Launch(3 * WARPGROUP_THREADS, 1, smem[-1].offset_bytes + smem[-1].size_bytes,
+        launch=Launch(3 * WARPGROUP_THREADS, 1, end_of(smem),
                       "x = records of the schedule, all resident at once", programmatic=True),
         tensor_maps=_tensor_maps(spec, rope, copy), barriers=barriers,
         wgmma_shapes=tuple(shape for n, b_major in ((BLOCK_N, "K_MAJOR"), (half, "MN_MAJOR"))

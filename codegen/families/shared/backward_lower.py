@@ -12,7 +12,7 @@ from flashgen.codegen.families.shared.backward import GROUP_ROWS
 from flashgen.codegen.families.shared.sums import TURN_PARTS, turns_params
 from flashgen.codegen.plan import Constant, Launch, Param, Plan, Region, Role
 from flashgen.codegen.slots import LAYOUTS
-from flashgen.codegen.smem import round_up, smem_cols, tile_bytes
+from flashgen.codegen.smem import end_of, round_up, smem_cols, tile_bytes
 from flashgen.codegen.target import Target
 
 if TYPE_CHECKING:
@@ -149,6 +149,6 @@ def _around(spec: Spec, gradients: Plan, constants: tuple[Constant, ...], params
         constants=(*tiles, *constants), slots=(("row_tile", spec.kv_layout), *slots), flags=flags,
         params=(*params, *LAYOUTS[spec.kv_layout][:1], *strides, *sizes), smem=smem,
         roles=(Role(str(spec.kernel), threads // 32),),
-        launch=Launch(threads, 1, smem[-1].size_bytes if smem else 0, grid,
+        launch=Launch(threads, 1, end_of(smem), grid,
                       programmatic=programmatic and spec.kernel == "postprocess"), tensor_maps=(), barriers=(),
         wgmma_shapes=(), register_usage_level=None, notes=(), allowed_spill_bytes=0, expressions=())

@@ -12,7 +12,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.families.standard.launch import BLOCK_M, BLOCK_N, ROWS_PER_BLOCK
 from flashgen.codegen.plan import Constant, Launch, Param, Plan, Region, Role
 from flashgen.codegen.slots import MASKS, mask_choice
-from flashgen.codegen.smem import layout_regions, round_up, smem_cols, tile_bytes
+from flashgen.codegen.smem import end_of, layout_regions, round_up, smem_cols, tile_bytes
 from flashgen.codegen.target import Target
 
 if TYPE_CHECKING:
@@ -92,9 +92,8 @@ def _strides(*tensors: str) -> tuple[Param, ...]:
 
 def _plan(spec: Spec, target: Target, constants: tuple[Constant, ...], params: tuple[Param, ...],
           smem: tuple[Region, ...], grid: str) -> Plan:
-    last = smem[-1] if smem else Region("", 0, 0, "")
     return Plan(
         variant=spec.variant, target=target.name, family="standard", pass_="fwd", spec=spec.fields(),
         template=f"standard/{spec.kernel}.cu.j2", element=DTYPES[spec.dtype].element, constants=constants,
         slots=() if spec.kernel == "softmax" else (("mask", mask_choice(spec.causal, False)),), flags=(), params=params,
-        smem=smem, roles=(Role("mma", WARPS),), launch=Launch(32 * WARPS, 1, last.offset_bytes + last.size_bytes, grid))
+        smem=smem, roles=(Role("mma", WARPS),), launch=Launch(32 * WARPS, 1, end_of(smem), grid))
