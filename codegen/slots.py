@@ -22,6 +22,7 @@ A slot's contract is the set of device functions its files define:
   turns    (backward, where blocks take turns) int seen_keys_end(p, q_pos, seqlen_q, seqlen_kv): where the keys end that
           a query sees; never falls as q_pos grows
   row_tile (backward) RowTile row_tile(p, tile, head_q): the rows of a query tile of the kernels around the gradients
+  row_terms (backward) put_row_terms(p, place, lse, neg_delta): what preprocess leaves of a row for the gradients
   dq_order (backward) read_fragments(x, group): how elements of a fragment lie in dq_accum
   key_layout (backward) KeyTileCoord key_tile_coord(p, tile, head); dk_rows and dv_rows, each of (p, work), the first
           rows of its results; `key_inputs` (where threads copy) has q_rows and dout_rows, each of (p, work, head_q),
@@ -89,7 +90,8 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "layout": (*LAYOUTS, "pack_gqa"), "inputs": tuple(LAYOUTS), "rows": tuple(ROWS), "score": tuple(SCORES),
     "mask": tuple(MASKS), "order": tuple(ORDERS), "coordinates": tuple(LAYOUTS), "p_operand": P_OPERANDS,
     "queries": ("full", "causal", "window"), "turns": ("full", "causal", "window"), "row_tile": tuple(LAYOUTS),
-    "dq_order": ("vector", "component"), "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS),
+    "dq_order": ("vector", "component"), "row_terms": ("numbers", "operand"),
+    "key_layout": tuple(LAYOUTS), "key_inputs": tuple(LAYOUTS),
     "key_mask": ("expression",), "score_slope": tuple(SCORES), "first_row": tuple(LAYOUTS),
     "cache": ("dense", "pages"), "copy": ("boxes", "rows"),
 }
@@ -105,7 +107,7 @@ PIECES: dict[str, tuple[str, ...]] = {
     "query": ("registers", "shared"),     # fa2: where the A operand of the QK product is
     "slopes": ("times_p", "times_ds", "times_ds_alone"),  # fa2, backward: what is multiplied by the score's slope
     "steps": ("ranges", "classes"),       # fa2, backward: tiles of queries are a range, or are found by their class
-    "p_precision": ("fp32", "element"),   # fa3, backward: of the P that dS is made of
+    "p_precision": ("fp32", "element"),   # fa3, backward, wide heads: of the P that dS is made of
     "dropout": ("none", "philox"),        # fa2, backward: all of P is multiplied with dO, or what dropout keeps
 }
 

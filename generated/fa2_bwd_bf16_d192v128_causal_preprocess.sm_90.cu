@@ -4,7 +4,7 @@
 //
 // spec: name fa2_bwd; family fa2; pass bwd; dtype bf16; head_dim_qk 192; head_dim_v 128; causal True;
 //   kv_layout dense; score none; lse True; kernel preprocess
-// slots: row_tile dense
+// slots: row_tile dense; row_terms numbers
 // roles: preprocess 4 warps
 // grid: x = q_tiles * num_heads_q
 
@@ -39,8 +39,6 @@ struct Params {
 };
 static_assert(sizeof(Params) == 152, "the host packs exactly these bytes");
 
-constexpr float LOG2_E = 1.4426950408889634f;
-
 // row_tile: dense. Query tile `tile` of a head: m_tiles for each sequence.
 struct RowTile {
   int batch, first_row, rows;  // rows that exist
@@ -54,6 +52,14 @@ FG_DEVICE RowTile row_tile(const Params& p, int tile, int head_q) {
   w.rows = min_int(p.seqlen_q - w.first_row, BLOCK_M);
   w.lse_offset = ((int64_t)w.batch * p.num_heads_q + head_q) * p.seqlen_q + w.first_row;
   return w;
+}
+
+// row_terms: numbers. What the gradients kernel adds to scores in powers of two, and to dP. `place`: of
+// the row.
+FG_DEVICE void put_row_terms(const Params& p, int64_t place, float lse, float neg_delta) {
+  constexpr float LOG2_E = 1.4426950408889634f;
+  p.neg_lse[place] = lse == -INFINITY ? -INFINITY : -lse * LOG2_E;
+  p.neg_delta[place] = neg_delta;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
@@ -94,7 +100,6 @@ fa2_bwd_bf16_d192v128_causal_preprocess(const __grid_constant__ Params p) {
     const float lse = exists ? p.lse[work.lse_offset + row] : -INFINITY;
     const float dlse = exists && p.dlse != nullptr ? p.dlse[work.lse_offset + row] : 0.0f;
     const bool sees_no_key = lse == -INFINITY;
-    p.neg_lse[rows_before + row] = sees_no_key ? -INFINITY : -lse * LOG2_E;
-    p.neg_delta[rows_before + row] = sees_no_key ? 0.0f : dlse - delta;
+    put_row_terms(p, rows_before + row, lse, sees_no_key ? 0.0f : dlse - delta);
   }
 }

@@ -4,10 +4,11 @@
 //
 // spec: name fa3_bwd; family fa3; pass bwd; dtype bf16; head_dim_qk 128; head_dim_v 128; causal True;
 //   kv_layout dense; score none; lse True; kernel gradients
-// slots: key_layout dense; coordinates dense; queries causal; dq_order vector; p_precision fp32
+// slots: key_layout dense; coordinates dense; queries causal; dq_order vector
 // roles: load 4 warps of 24 registers per thread; mma 8 warps of 240 registers per thread
 // grid: x = n_tiles * num_heads_kv * batch
-// tile: fastest of the orders timed on an H200, 2026-12-01 (docs/lab/backward.md)
+// tile: fastest of the phases timed on an H200, 2026-12-01 (docs/lab/backward.md): 2 % ahead of the others at
+//   8k
 
 #include "flashgen/divisor.cuh"
 #include "flashgen/gemm_backward.cuh"
@@ -17,6 +18,7 @@
 #include "flashgen/ptx/setmaxnreg.cuh"
 #include "flashgen/query_range.cuh"
 #include "flashgen/ring.cuh"
+#include "flashgen/row_terms.cuh"
 #include "flashgen/store_rows.cuh"
 
 using Element = bf16;
@@ -24,6 +26,7 @@ constexpr int BLOCK_M = 64;  // queries per tile
 constexpr int BLOCK_N = 128;  // keys per block: 64 for each consumer warpgroup
 constexpr int Q_STAGES = 4;  // query tiles in shared memory
 constexpr int DOUT_STAGES = 2;  // tiles of dO, likewise
+constexpr int TERM_STAGES = 2;  // query tiles' lse and delta, likewise
 constexpr int NUM_THREADS = 384;  // with the producer warpgroup
 constexpr int HEAD_DIM_QK = 128;  // columns of q and k in device memory
 constexpr int HEAD_DIM_V = 128;  // columns of v and dO in device memory
@@ -40,7 +43,7 @@ constexpr int STORED_ROWS = 1;  // of a warp's 16 that must exist for a box: it 
 constexpr int LOAD_REGISTERS = 24;  // per thread of the producer warpgroup
 constexpr int MMA_REGISTERS = 240;  // per consumer thread: what the producers leave of 64 Ki
 constexpr int CONSUMERS_BARRIER = 1;  // the named barrier of both consumer warpgroups
-constexpr int STAGGER_BARRIER = 2;  // the named barrier at which the second warpgroup waits to start
+constexpr int TURN_BARRIER = 2;  // first of two named barriers, one per warpgroup: its turn to multiply
 
 // Shared memory of one block: where each region begins, and how many bytes it has.
 constexpr int SMEM_K = 0;  // 32768: 128 keys; at the end dK
@@ -49,24 +52,26 @@ constexpr int SMEM_Q = 65536;  // 65536: 4 stages of 64 queries
 constexpr int SMEM_DOUT = 131072;  // 32768: 2 stages of 64 rows of dO
 constexpr int SMEM_DS = 163840;  // 32768: 2 stages of dS: 64 queries, 128 keys
 constexpr int SMEM_DQ = 196608;  // 32768: [2 warpgroups] part of a tile of dQ, fp32 in fragment order
-constexpr int SMEM_LSE = 229376;  // 1024: 4 stages of -lse, in powers of two
-constexpr int SMEM_DELTA = 230400;  // 512: 2 stages of -delta
-constexpr int SMEM_TILES = 230912;  // 16: [stages] number of the query tile, and whether it is masked
-constexpr int SMEM_BLOCK = 230928;  // 64: what the block has to do
-constexpr int SMEM_BARRIERS = 230992;  // 176: the mbarriers
-constexpr int SMEM_BYTES = 231168;
+constexpr int SMEM_TERMS = 229376;  // 2048: 2 stages of what is added to S and dP
+constexpr int SMEM_ONES = 231424;  // 384: the operand that selects it
+constexpr int SMEM_TILES = 231808;  // 16: [stages] number of the query tile, and whether it is masked
+constexpr int SMEM_BLOCK = 231824;  // 64: what the block has to do
+constexpr int SMEM_BARRIERS = 231888;  // 208: the mbarriers
+constexpr int SMEM_BYTES = 232096;
 
 // mbarriers, by their place in region BARRIERS: [how many], arrivals that complete each: what that says
 constexpr int K_FULL = 0;  // [1], 1: the keys have landed
 constexpr int V_FULL = 1;  // [1], 1: the values have landed
-constexpr int Q_FULL = 2;  // [4], 1: a query tile and its -lse have landed
-constexpr int Q_EMPTY = 6;  // [4], 8: every consumer warp has released them
-constexpr int DOUT_FULL = 10;  // [2], 1: a tile of dO and its -delta have landed
-constexpr int DOUT_EMPTY = 12;  // [2], 8: every consumer warp has released them
-constexpr int DS_FULL = 14;  // [2], 8: every consumer warp has stored its keys of dS
-constexpr int DS_EMPTY = 16;  // [2], 8: every consumer warp has multiplied it with K
-constexpr int DQ_FULL = 18;  // [2], 4: a warpgroup's part of dQ is in shared memory
-constexpr int DQ_EMPTY = 20;  // [2], 1: it has been read from there
+constexpr int Q_FULL = 2;  // [4], 1: a query tile has landed
+constexpr int Q_EMPTY = 6;  // [4], 8: every consumer warp has released it
+constexpr int TERMS_FULL = 10;  // [2], 1: the terms of a query tile have landed
+constexpr int TERMS_EMPTY = 12;  // [2], 8: every consumer warp has them in S and dP
+constexpr int DOUT_FULL = 14;  // [2], 1: a tile of dO has landed
+constexpr int DOUT_EMPTY = 16;  // [2], 8: every consumer warp has released it
+constexpr int DS_FULL = 18;  // [2], 8: every consumer warp has stored its keys of dS
+constexpr int DS_EMPTY = 20;  // [2], 8: every consumer warp has multiplied it with K
+constexpr int DQ_FULL = 22;  // [2], 4: a warpgroup's part of dQ is in shared memory
+constexpr int DQ_EMPTY = 24;  // [2], 1: it has been read from there
 
 struct Params {
   TensorMap q_map;  // of q: [head_dim, rows, heads, batch]
@@ -79,8 +84,7 @@ struct Params {
   const Element* k;  // [batch, seqlen_kv, num_heads_kv, head_dim_qk]
   const Element* v;  // [batch, seqlen_kv, num_heads_kv, head_dim_v]
   const Element* dout;  // [batch, seqlen_q, num_heads_q, head_dim_v]
-  const float* neg_lse;  // [num_heads_q, q_tiles * BLOCK_M], -lse in powers of two; -inf where no key is seen
-  const float* neg_delta;  // likewise, -rowsum(dout * out), plus dlse
+  const float* row_terms;  // [num_heads_q, q_tiles * BLOCK_M, 4], RowTerms: -lse / softmax_scale, -delta
   float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)
   Element* dk;  // as k
   Element* dv;  // as v
@@ -106,21 +110,21 @@ struct Params {
   int32_t heads_per_section;  // of them, whose blocks come in turns, the longest first
   Divisor section_blocks;  // blocks of a section: n_tiles * heads_per_section
 };
-static_assert(sizeof(Params) == 1152, "the host packs exactly these bytes");
+static_assert(sizeof(Params) == 1088, "the host packs exactly these bytes");
 
 using KeyTile = TileShape<BLOCK_N, SMEM_COLS_QK>;
 using ValueTile = TileShape<BLOCK_N, SMEM_COLS_V>;
 using QueryTile = TileShape<BLOCK_M, SMEM_COLS_QK>;
 using DoutTile = TileShape<BLOCK_M, SMEM_COLS_V>;
 using DsTile = TileShape<BLOCK_M, BLOCK_N>;
-constexpr int ROW_BYTES = 4 * BLOCK_M;       // of -lse or -delta of a query tile
+using TermsTile = RowTermsTile<BLOCK_M>;
 constexpr int DQ_BYTES = 64 * 4 * DQ_COLS;   // of a warpgroup's part of a tile of dQ: fp32, in fragment order
 static_assert(SMEM_V - SMEM_K >= KeyTile::BYTES, "map and tiles agree");
 static_assert(SMEM_Q - SMEM_V >= ValueTile::BYTES, "map and tiles agree");
 static_assert(SMEM_DOUT - SMEM_Q >= Q_STAGES * QueryTile::BYTES, "map and tiles agree");
 static_assert(SMEM_DS - SMEM_DOUT >= DOUT_STAGES * DoutTile::BYTES, "map and tiles agree");
 static_assert(SMEM_DQ - SMEM_DS >= 2 * DsTile::BYTES, "map and tiles agree");
-static_assert(SMEM_LSE - SMEM_DQ >= 2 * DQ_BYTES, "map and tiles agree");
+static_assert(SMEM_TERMS - SMEM_DQ >= 2 * DQ_BYTES, "map and tiles agree");
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DOUT_STAGES & (DOUT_STAGES - 1)) == 0, "powers of two");
 
 // key_layout: dense. k [batch, seqlen_kv, num_heads_kv, head_dim_qk]; v, dk and dv likewise.
@@ -182,6 +186,8 @@ FG_DEVICE void init_barriers(const Params& p, uint64_t* barriers) {
     for (int i = 0; i < 1; ++i) mbarrier_init(barriers + V_FULL + i, 1);
     for (int i = 0; i < 4; ++i) mbarrier_init(barriers + Q_FULL + i, 1);
     for (int i = 0; i < 4; ++i) mbarrier_init(barriers + Q_EMPTY + i, 8);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + TERMS_FULL + i, 1);
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers + TERMS_EMPTY + i, 8);
     for (int i = 0; i < 2; ++i) mbarrier_init(barriers + DOUT_FULL + i, 1);
     for (int i = 0; i < 2; ++i) mbarrier_init(barriers + DOUT_EMPTY + i, 8);
     for (int i = 0; i < 2; ++i) mbarrier_init(barriers + DS_FULL + i, 8);
@@ -268,14 +274,13 @@ FG_DEVICE void store_zeros(const Params& p, const KeyTileCoord& w) {
 
 // ---- the producer warp. By one thread: keys and values once, then queries one tile ahead of dO
 template <class Tile>
-FG_DEVICE void load_query_rows(unsigned char* tile, const TensorMap* map, unsigned char* numbers,
-                               const float* from, uint64_t* full, int row, int head, int batch) {
-  mbarrier_arrive_expect_tx(full, Tile::BYTES + ROW_BYTES);
+FG_DEVICE void load_query_rows(unsigned char* tile, const TensorMap* map, uint64_t* full, int row,
+                               int head, int batch) {
+  mbarrier_arrive_expect_tx(full, Tile::BYTES);
 #pragma unroll
   for (int chunk = 0; chunk < Tile::CHUNKS; chunk += Tile::PANEL_CHUNKS)
     tma_load_4d(tile + Tile::step(0, chunk), map, full, chunk * ELEMENTS_PER_CHUNK, row, head, batch,
                 EVICT_LAST);
-  bulk_load(numbers, from, ROW_BYTES, full);
 }
 
 FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
@@ -283,36 +288,47 @@ FG_DEVICE void load(const Params& p, unsigned char* smem, uint64_t* barriers) {
   QueryWalk walk = first_query_tile(p, smem);
   Ring<Q_STAGES> queries;
   Ring<DOUT_STAGES> douts;
+  Ring<TERM_STAGES> terms;
   const auto load_queries = [&] {
     queries.wait_empty(barriers + Q_EMPTY);
     reinterpret_cast<int*>(smem + SMEM_TILES)[queries.stage] = tile_word_of(smem, walk.m_tile);
     int landed = Q_FULL;
     load_query_rows<QueryTile>(smem + SMEM_Q + queries.stage * QueryTile::BYTES, &p.q_map,
-                               smem + SMEM_LSE + queries.stage * ROW_BYTES,
-                               p.neg_lse + query_place(p, smem, walk), barriers + landed + queries.stage,
+                               barriers + landed + queries.stage,
                                map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q, map_batch(w));
     queries.advance();
+  };
+  const auto load_terms = [&] {
+    terms.wait_empty(barriers + TERMS_EMPTY);
+    mbarrier_arrive_expect_tx(barriers + TERMS_FULL + terms.stage, TermsTile::BYTES);
+    bulk_load(smem + SMEM_TERMS + terms.stage * TermsTile::BYTES,
+              p.row_terms + query_place(p, smem, walk) * TermsTile::FLOATS, TermsTile::BYTES,
+              barriers + TERMS_FULL + terms.stage);
+    terms.advance();
   };
   const auto load_dout = [&] {
     douts.wait_empty(barriers + DOUT_EMPTY);
     int landed = DOUT_FULL;
     load_query_rows<DoutTile>(smem + SMEM_DOUT + douts.stage * DoutTile::BYTES, &p.dout_map,
-                              smem + SMEM_DELTA + douts.stage * ROW_BYTES,
-                              p.neg_delta + query_place(p, smem, walk), barriers + landed + douts.stage,
+                              barriers + landed + douts.stage,
                               map_q_row(w) + walk.m_tile * BLOCK_M, walk.head_q, map_batch(w));
     douts.advance();
   };
   const int key_row = map_kv_row(w) + w.n_tile * BLOCK_N;
   load_panels<KeyTile>(smem + SMEM_K, &p.k_map, barriers + K_FULL, key_row, w.head_kv, map_batch(w),
                        EVICT_FIRST);
-  griddepcontrol_wait();  // lse and delta are the kernel's before; keys are not
   load_queries();
   load_panels<ValueTile>(smem + SMEM_V, &p.v_map, barriers + V_FULL, key_row, w.head_kv, map_batch(w),
                          EVICT_FIRST);
+  griddepcontrol_wait();  // terms are the kernel's before; what is above is not
+  load_terms();
   for (int left = block_of(smem).steps; left > 0; --left) {
     load_dout();
     walk.advance(smem);
-    if (left > 1) load_queries();
+    if (left > 1) {
+      load_queries();
+      load_terms();
+    }
   }
 }
 
@@ -335,8 +351,10 @@ FG_DEVICE void add_dq(const Params& p, unsigned char* smem, uint64_t* barriers, 
 }
 
 // ---- a consumer warpgroup: 64 keys of the block. Its scores are transposed: a row is a key.
-// The dS of the step before the first: zeros. By the consumers.
-FG_DEVICE void zero_last_ds(unsigned char* smem) {
+// What no copy brings: the ones that select terms, and the dS of the step before the first, zeros. By the
+// consumers.
+FG_DEVICE void prepare_products(unsigned char* smem) {
+  store_ones(smem + SMEM_ONES, threadIdx.x - 128);
   for (int i = threadIdx.x - 128; i < DsTile::BYTES / 16; i += 256)
     *reinterpret_cast<Chunk*>(smem + SMEM_DS + DsTile::BYTES + i * 16) = {};
   fence_proxy_async_shared();
@@ -396,7 +414,9 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
       AlongColumns<DsTile>::descriptor(smem + SMEM_DS + warpgroup * DQ_ROW_STEP * DsTile::ROW_BYTES);
   unsigned char* const ds_to =
       smem + SMEM_DS + DsTile::offset(lane % 8 + lane / 16 * 8, warpgroup * 8 + 2 * warp + lane / 8 % 2);
-  const int lane_pair = lane % 4 * 8;  // bytes to this lane's first query in a row of -lse
+  const uint64_t terms_desc = TermsTile::descriptor(smem + SMEM_TERMS);
+  const uint64_t lse_ones = ones_descriptor(smem + SMEM_ONES, LSE_TERM);
+  const uint64_t delta_ones = ones_descriptor(smem + SMEM_ONES, DELTA_TERM);
 
   const auto release = [&](int barrier) {
     sync_warp();  // what its lanes have read or written
@@ -404,12 +424,17 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
   };
   const auto q_stage = [](int j) { return j & (Q_STAGES - 1); };
   const auto dout_stage = [](int j) { return j & (DOUT_STAGES - 1); };
+  const auto term_stage = [](int j) { return j & (TERM_STAGES - 1); };
+  const auto terms_at = [&](int j) {
+    return wgmma_descriptor_advance<TermsTile::BYTES>(terms_desc, term_stage(j));
+  };
   const auto wait_for_queries = [&](int j) {
     mbarrier_wait_parity(barriers + Q_FULL + q_stage(j), j / Q_STAGES & 1);
+    mbarrier_wait_parity(barriers + TERMS_FULL + term_stage(j), j / TERM_STAGES & 1);
   };
-  const auto start_scores = [&](int stage) {
-    issue_qk<KeyTile, QueryTile, MMA_COLS_QK / 16, Element>(
-        s, k_desc, wgmma_descriptor_advance<QueryTile::BYTES>(q_desc, stage));
+  const auto start_scores = [&](int j) {
+    issue_with_term<KeyTile, QueryTile, MMA_COLS_QK / 16, Element>(
+        s, lse_ones, terms_at(j), k_desc, wgmma_descriptor_advance<QueryTile::BYTES>(q_desc, q_stage(j)));
   };
   const auto start_dq = [&](int j) {
     mbarrier_wait_parity(barriers + DS_FULL + (j & 1), j >> 1 & 1);
@@ -425,17 +450,20 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
     fence_proxy_async_shared();
     release(DQ_FULL + warpgroup);
   };
+  const auto pass_turn = [&](int j) {
+    if (warpgroup == 0 || j + 1 < steps) bar_arrive_of(TURN_BARRIER + 1 - warpgroup, 256);
+  };
 
   fill_zero(dk);
   fill_zero(dv);
-  zero_last_ds(smem);
+  prepare_products(smem);
   mbarrier_wait_parity(barriers + K_FULL, 0);
   wait_for_queries(0);
   start_scores(0);
   wgmma_wait<0>(registers_of(s));
   mbarrier_wait_parity(barriers + V_FULL, 0);
 
-  if (warpgroup == 1) bar_sync<STAGGER_BARRIER, 256>();  // half a step behind the other one, from here on
+  if (warpgroup == 1) bar_arrive_of(TURN_BARRIER, 256);  // the other one goes first
   // There is no first step apart: step 0 multiplies a dS of zeros for step -1, and the last step issues
   // scores of a tile that is there once more. (Peeled, or under a branch, ptxas runs products one after the
   // other.)
@@ -447,7 +475,7 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
 #pragma unroll 1
     for (; j < steps && is_masked(j); ++j) {
       // ---- P; under it the last step's dK
-      exponentiate_transposed(s, smem + SMEM_LSE + q_stage(j) * ROW_BYTES + lane_pair, p.scale_log2);
+      exponentiate_shifted(s, p.scale_log2);
       {
         const KeyTileCoord& w = block_of(smem).tile;
         const int kv_pos = w.n_tile * BLOCK_N + threadIdx.x / WARP_SIZE * 16 - 64 + lane / 4;
@@ -458,19 +486,16 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
 
       // ---- dP, then dV
       mbarrier_wait_parity(barriers + DOUT_FULL + dout_stage(j), j / DOUT_STAGES & 1);
+      bar_sync_at<256>(TURN_BARRIER + warpgroup);
       wgmma_wait<0>(registers_of(dk), ds);  // the fragments of dS make room for dP
       if (j > 0) release(Q_EMPTY + q_stage(j - 1));
       const uint64_t dout_now = wgmma_descriptor_advance<DoutTile::BYTES>(dout_desc, dout_stage(j));
-      const unsigned char* const neg_delta = smem + SMEM_DELTA + dout_stage(j) * ROW_BYTES + lane_pair;
-#pragma unroll
-      for (int n = 0; n < BLOCK_M / 8; ++n) {
-        const QueryPair d = query_pair(neg_delta, n);
-        dp[0][n][0] = dp[0][n][2] = d.first;
-        dp[0][n][1] = dp[0][n][3] = d.second;
-      }
-      issue_added_qk<ValueTile, DoutTile, MMA_COLS_V / 16, Element>(dp, v_desc, dout_now);
+      issue_with_term<ValueTile, DoutTile, MMA_COLS_V / 16, Element>(
+          dp, delta_ones, terms_at(j), v_desc, dout_now);
       issue_pv<DoutTile, Element>(dv, packed_p, dout_now);
+      pass_turn(j);
       wgmma_wait<1>(registers_of(dp));
+      release(TERMS_EMPTY + term_stage(j));
 
       // ---- dS; under it dV
       // A hidden P is 0, but 0 * NaN is NaN.
@@ -484,7 +509,6 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[0][n][i] *= dp[0][n][i];
       pack_p<Element>(ds, s);
-      if (warpgroup == 0 && j == 0) bar_arrive<STAGGER_BARRIER, 256>();
 
       // ---- the last step's dQ, this step's dK
       const uint64_t q_now = wgmma_descriptor_advance<QueryTile::BYTES>(q_desc, q_stage(j));
@@ -503,31 +527,28 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
       release(DS_EMPTY + (j - 1 & 1));
       if (j > 0) hand_out_dq(j - 1);
       wait_for_queries(next);
-      start_scores(q_stage(next));
+      start_scores(next);
       wgmma_wait<0>(registers_of(s), registers_of(dk), ds);
     }
     // ---- tiles whose queries see every key
 #pragma unroll 1
     for (; j < steps && !is_masked(j); ++j) {
       // ---- P; under it the last step's dK
-      exponentiate_transposed(s, smem + SMEM_LSE + q_stage(j) * ROW_BYTES + lane_pair, p.scale_log2);
+      exponentiate_shifted(s, p.scale_log2);
       pack_p<Element>(packed_p, s);
 
       // ---- dP, then dV
       mbarrier_wait_parity(barriers + DOUT_FULL + dout_stage(j), j / DOUT_STAGES & 1);
+      bar_sync_at<256>(TURN_BARRIER + warpgroup);
       wgmma_wait<0>(registers_of(dk), ds);  // the fragments of dS make room for dP
       if (j > 0) release(Q_EMPTY + q_stage(j - 1));
       const uint64_t dout_now = wgmma_descriptor_advance<DoutTile::BYTES>(dout_desc, dout_stage(j));
-      const unsigned char* const neg_delta = smem + SMEM_DELTA + dout_stage(j) * ROW_BYTES + lane_pair;
-#pragma unroll
-      for (int n = 0; n < BLOCK_M / 8; ++n) {
-        const QueryPair d = query_pair(neg_delta, n);
-        dp[0][n][0] = dp[0][n][2] = d.first;
-        dp[0][n][1] = dp[0][n][3] = d.second;
-      }
-      issue_added_qk<ValueTile, DoutTile, MMA_COLS_V / 16, Element>(dp, v_desc, dout_now);
+      issue_with_term<ValueTile, DoutTile, MMA_COLS_V / 16, Element>(
+          dp, delta_ones, terms_at(j), v_desc, dout_now);
       issue_pv<DoutTile, Element>(dv, packed_p, dout_now);
+      pass_turn(j);
       wgmma_wait<1>(registers_of(dp));
+      release(TERMS_EMPTY + term_stage(j));
 
       // ---- dS; under it dV
 #pragma unroll
@@ -535,7 +556,6 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[0][n][i] *= dp[0][n][i];
       pack_p<Element>(ds, s);
-      if (warpgroup == 0 && j == 0) bar_arrive<STAGGER_BARRIER, 256>();
 
       // ---- the last step's dQ, this step's dK
       const uint64_t q_now = wgmma_descriptor_advance<QueryTile::BYTES>(q_desc, q_stage(j));
@@ -554,7 +574,7 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
       release(DS_EMPTY + (j - 1 & 1));
       if (j > 0) hand_out_dq(j - 1);
       wait_for_queries(next);
-      start_scores(q_stage(next));
+      start_scores(next);
       wgmma_wait<0>(registers_of(s), registers_of(dk), ds);
     }
     if (j == steps) break;

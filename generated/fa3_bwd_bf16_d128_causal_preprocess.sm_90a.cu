@@ -4,13 +4,14 @@
 //
 // spec: name fa3_bwd; family fa3; pass bwd; dtype bf16; head_dim_qk 128; head_dim_v 128; causal True;
 //   kv_layout dense; score none; lse True; kernel preprocess
-// slots: row_tile dense
+// slots: row_tile dense; row_terms operand
 // roles: preprocess 4 warps
 // grid: x = q_tiles * num_heads_q
 
 #include "flashgen/backward_rows.cuh"
 #include "flashgen/divisor.cuh"
 #include "flashgen/ptx/griddepcontrol.cuh"
+#include "flashgen/row_terms.cuh"
 #include "flashgen/sequences.cuh"
 
 using Element = bf16;
@@ -27,8 +28,7 @@ struct Params {
   const Element* dout;  // [batch, seqlen_q, num_heads_q, head_dim_v]
   const float* lse;  // [batch, num_heads_q, seqlen_q], natural log, contiguous
   const float* dlse;  // [batch, num_heads_q, seqlen_q], the gradient of lse; null: none
-  float* neg_lse;  // [num_heads_q, q_tiles * BLOCK_M], -lse in powers of two; -inf where no key is seen
-  float* neg_delta;  // likewise, -rowsum(dout * out), plus dlse
+  float* row_terms;  // [num_heads_q, q_tiles * BLOCK_M, 4], RowTerms: -lse / softmax_scale, -delta
   float* dq_accum;  // [num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)
   int64_t out_batch_stride, out_row_stride, out_head_stride;  // elements
   int64_t dout_batch_stride, dout_row_stride, dout_head_stride;  // elements
@@ -37,10 +37,9 @@ struct Params {
   Divisor num_heads_q;  // query heads
   Divisor m_tiles;  // query tiles per head and sequence; varlen: per head
   Divisor q_tiles;  // query tiles per head, of all sequences
+  float lse_scale;  // -1 / softmax_scale
 };
-static_assert(sizeof(Params) == 152, "the host packs exactly these bytes");
-
-constexpr float LOG2_E = 1.4426950408889634f;
+static_assert(sizeof(Params) == 144, "the host packs exactly these bytes");
 
 // row_tile: dense. Query tile `tile` of a head: m_tiles for each sequence.
 struct RowTile {
@@ -55,6 +54,16 @@ FG_DEVICE RowTile row_tile(const Params& p, int tile, int head_q) {
   w.rows = min_int(p.seqlen_q - w.first_row, BLOCK_M);
   w.lse_offset = ((int64_t)w.batch * p.num_heads_q + head_q) * p.seqlen_q + w.first_row;
   return w;
+}
+
+// row_terms: operand. What the gradients kernel adds to scores and dP, as an operand of products
+// (row_terms.cuh). `place`: of the row. A row without keys gets a number that makes P zero beside any score.
+FG_DEVICE void put_row_terms(const Params& p, int64_t place, float lse, float neg_delta) {
+  constexpr float HIDDEN = 3e38f;
+  RowTerms terms;
+  split_float(terms.lse, lse == -INFINITY ? (p.lse_scale < 0.0f ? -HIDDEN : HIDDEN) : lse * p.lse_scale);
+  split_float(terms.delta, neg_delta);
+  reinterpret_cast<RowTerms*>(p.row_terms)[place] = terms;
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
@@ -96,7 +105,6 @@ fa3_bwd_bf16_d128_causal_preprocess(const __grid_constant__ Params p) {
     const float lse = exists ? p.lse[work.lse_offset + row] : -INFINITY;
     const float dlse = exists && p.dlse != nullptr ? p.dlse[work.lse_offset + row] : 0.0f;
     const bool sees_no_key = lse == -INFINITY;
-    p.neg_lse[rows_before + row] = sees_no_key ? -INFINITY : -lse * LOG2_E;
-    p.neg_delta[rows_before + row] = sees_no_key ? 0.0f : dlse - delta;
+    put_row_terms(p, rows_before + row, lse, sees_no_key ? 0.0f : dlse - delta);
   }
 }

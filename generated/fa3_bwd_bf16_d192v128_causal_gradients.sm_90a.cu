@@ -17,6 +17,7 @@
 #include "flashgen/ptx/named_barrier.cuh"
 #include "flashgen/ptx/setmaxnreg.cuh"
 #include "flashgen/query_range.cuh"
+#include "flashgen/query_pairs.cuh"
 #include "flashgen/ring.cuh"
 #include "flashgen/store_rows.cuh"
 

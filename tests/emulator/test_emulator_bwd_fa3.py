@@ -47,7 +47,7 @@ class Call:
     """Inputs of a call, and the gradients that are right."""
 
     def __init__(self, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (2, 1), *, top_left: bool = False,
-                 tail: tuple[int, int] = (0, 0), seed: int = 0, **fields: Any) -> None:
+                 tail: tuple[int, int] = (0, 0), seed: int = 0, scale: float | None = None, **fields: Any) -> None:
         self.fields = {"dtype": "bf16", "head_dim_qk": 128, "head_dim_v": 128, **fields}
         spec = spec_of("gradients", **self.fields)
         self.varlen, self.top_left = spec.kv_layout == "varlen", top_left
@@ -59,7 +59,7 @@ class Call:
             whole = torch.randn(rows[kv], heads[kv] + 1, columns + 8, generator=generator).to(dtype)
             return whole[:, :heads[kv], :columns]
 
-        self.scale = spec.head_dim_qk ** -0.5
+        self.scale = spec.head_dim_qk ** -0.5 if scale is None else scale
         q, k = random(0, spec.head_dim_qk), random(1, spec.head_dim_qk)
         v, dout = random(1, spec.head_dim_v), random(0, spec.head_dim_v)
         exact = [x.double().requires_grad_() for x in (q, k, v)]
@@ -160,6 +160,14 @@ def test_lengths_that_differ(top_left: bool) -> None:
         mask = MASKS[("causal", "window")[number % 2]]
         call = Call((pair, pair), top_left=top_left, seed=number, **dims((128, 64)[number % 2], **mask))
         call.check(Schedule(POLICIES[number % len(POLICIES)], number))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-36, -0.2, 0.25])
+def test_scales(scale: float) -> None:
+    """lse is divided by the scale: by one of 0 it must not be, and the sign of a negative one must count. Some queries
+    see no key."""
+    call = Call(((150, 100),), scale=scale, **dims(64, causal=True))
+    call.check(Schedule("random", 5))
 
 
 @pytest.mark.parametrize("head_dims", [(96, 96), (72, 40), (8, 8), (32, 128), (128, 64)], ids=str)

@@ -5,10 +5,11 @@ warp brings query tiles of all query heads of the kv head; two more warps add dQ
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.families.fa3 import bwd_wide
+from flashgen.codegen.families.fa3 import bwd_params, bwd_wide
 from flashgen.codegen.families.fa3.bwd_params import BLOCK_BYTES, CONSUMERS, CONSUMERS_BARRIER, gradients_params
 from flashgen.codegen.families.fa3.bwd_tiles import TILES, BwdRow
 from flashgen.codegen.families.shared.sums import turn_parts, turns_slot
@@ -45,19 +46,17 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         variant=spec.variant, target=target.name, family="fa3", pass_="bwd", spec=spec.fields(),
         template="fa3/bwd.cu.j2", element=DTYPES[spec.dtype].element, constants=_constants(spec, tile),
         slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask),
-               ("dq_order", "vector"), ("p_precision", tile.p_precision), *turns_slot(spec, mask)),
+               ("dq_order", "vector"), *turns_slot(spec, mask)),
         flags=(("varlen", varlen), ("deterministic", spec.deterministic),
                ("masks_tiles", mask != "full"), ("keeps_keys", mask == "full"),
                ("turns", tile.phase == "turns"), ("staggers", tile.phase != "turns"),
-               ("staggers_after_ds", tile.phase == "after_ds"), ("staggers_after_dk", tile.phase == "after_dk"),
-               ("scores_early", tile.order == "scores_early"), ("scores_late", tile.order == "scores_late")),
-        params=gradients_params(spec, mask), smem=smem,
+               ("staggers_after_ds", tile.phase == "after_ds"), ("staggers_after_dk", tile.phase == "after_dk")),
+        params=gradients_params(spec, mask, "operand"), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers), Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),
         launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, end_of(smem),
                       "x = n_tiles * num_heads_kv" + ("" if varlen else " * batch"), programmatic=True),
         tensor_maps=_tensor_maps(spec, tile), barriers=barriers, wgmma_shapes=_wgmma_shapes(spec, tile),
         register_usage_level=tile.register_usage_level, notes=(f"tile: {tile.source}",),
-        allowed_spill_bytes=tile.spill_bytes,
     )
 
 
@@ -66,10 +65,11 @@ def _barriers(tile: BwdRow, varlen: bool) -> tuple[Barrier, ...]:
     return (
         Barrier("K_FULL", 1, 1, "the keys have landed"),
         Barrier("V_FULL", 1, 1, "the values have landed"),
-        Barrier("Q_FULL", tile.stages, 1, "a query tile and its -lse have landed"),
-        Barrier("Q_EMPTY", tile.stages, warps, "every consumer warp has released them"),
-        Barrier("DOUT_FULL", tile.dout_stages, 1, "a tile of dO and its -delta have landed"),
-        Barrier("DOUT_EMPTY", tile.dout_stages, warps, "every consumer warp has released them"),
+        Barrier("Q_FULL", tile.stages, 1, "a query tile has landed"),
+        Barrier("Q_EMPTY", tile.stages, warps, "every consumer warp has released it"),
+        *bwd_params.TERM_BARRIERS,
+        Barrier("DOUT_FULL", tile.dout_stages, 1, "a tile of dO has landed"),
+        Barrier("DOUT_EMPTY", tile.dout_stages, warps, "every consumer warp has released it"),
         Barrier("DS_FULL", DS_STAGES, warps, "every consumer warp has stored its keys of dS"),
         Barrier("DS_EMPTY", DS_STAGES, warps, "every consumer warp has multiplied it with K"),
         Barrier("DQ_FULL", CONSUMERS, WARPGROUP_WARPS, "a warpgroup's part of dQ is in shared memory"),
@@ -89,8 +89,7 @@ def _smem(spec: Spec, tile: BwdRow, mask: str, barriers: tuple[Barrier, ...]) ->
         ("DS", DS_STAGES * tile_bytes(m, n), f"{DS_STAGES} stages of dS: {m} queries, {n} keys"),
         ("DQ", CONSUMERS * WARPGROUP_ROWS * 4 * _dq_cols(spec, tile)[0],
          f"[{CONSUMERS} warpgroups] part of a tile of dQ, fp32 in fragment order"),
-        ("LSE", tile.stages * 4 * m, f"{tile.stages} stages of -lse, in powers of two"),
-        ("DELTA", tile.dout_stages * 4 * m, f"{tile.dout_stages} stages of -delta"),
+        *bwd_params.term_regions(m),
         *((("TILES", round_up(4 * tile.stages, 16), "[stages] number of the query tile, and whether it is masked"),)
           if mask != "full" else ()),
         ("BLOCK", BLOCK_BYTES, "what the block has to do"),
@@ -120,6 +119,7 @@ def _tensor_maps(spec: Spec, tile: BwdRow) -> tuple[TensorMap, ...]:
 def _wgmma_shapes(spec: Spec, tile: BwdRow) -> tuple[WgmmaShape, ...]:
     element = DTYPES[spec.dtype].element
     return (
+        replace(bwd_params.TERM_SHAPE, n=tile.m),
         *product_shapes(element, tile.m, "shared", "K_MAJOR", "K_MAJOR", spec.head_dim_qk),   # S = K Q^T
         *product_shapes(element, tile.m, "shared", "K_MAJOR", "K_MAJOR", spec.head_dim_v),    # dP = V dO^T
         *product_shapes(element, round_up(spec.head_dim_v, 16), "registers", "K_MAJOR", "MN_MAJOR", tile.m),   # dV
@@ -136,6 +136,7 @@ def _constants(spec: Spec, tile: BwdRow) -> tuple[Constant, ...]:
         Constant("BLOCK_N", tile.n, "keys per block: 64 for each consumer warpgroup"),
         Constant("Q_STAGES", tile.stages, "query tiles in shared memory"),
         Constant("DOUT_STAGES", tile.dout_stages, "tiles of dO, likewise"),
+        bwd_params.TERM_STAGES,
         Constant("NUM_THREADS", WARPGROUP_THREADS * (CONSUMERS + 1), "with the producer warpgroup"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and dO in device memory"),

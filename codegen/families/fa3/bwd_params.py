@@ -4,8 +4,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.families.shared.backward_lower import gradient_params, gradient_sizes, gradient_strides
-from flashgen.codegen.plan import Param
+from flashgen.codegen.plan import Barrier, Constant, Param
 from flashgen.codegen.slots import MASKS
+from flashgen.codegen.warpgroup import WARPGROUP_ROWS, WARPGROUP_WARPS
+from flashgen.codegen.wgmma import WgmmaShape
 
 if TYPE_CHECKING:
     from flashgen.codegen.families.fa3.options import Spec
@@ -14,14 +16,29 @@ CONSUMERS = 2          # warpgroups
 CONSUMERS_BARRIER = 1  # a named barrier
 BLOCK_BYTES = 64       # struct KeyBlock, at most
 
+# lse and delta of query tiles, an operand (row_terms.cuh). Two stages: they are free as soon as dP is there, long
+# before the next tile's scores.
+TERM_STAGES = Constant("TERM_STAGES", 2, "query tiles' lse and delta, likewise")
+TERM_SHAPE = WgmmaShape("bf16", WARPGROUP_ROWS)
+TERM_BARRIERS = (
+    Barrier("TERMS_FULL", TERM_STAGES.value, 1, "the terms of a query tile have landed"),
+    Barrier("TERMS_EMPTY", TERM_STAGES.value, WARPGROUP_WARPS * CONSUMERS, "every consumer warp has them in S and dP"),
+)
 
-def gradients_params(spec: Spec, mask: str) -> tuple[Param, ...]:
+
+def term_regions(m: int) -> tuple[tuple[str, int, str], ...]:
+    """Of tiles of `m` queries, 16 bytes each, and the three core matrices that select a term."""
+    return (("TERMS", TERM_STAGES.value * 16 * m, f"{TERM_STAGES.value} stages of what is added to S and dP"),
+            ("ONES", 3 * 128, "the operand that selects it"))
+
+
+def gradients_params(spec: Spec, mask: str, row_terms: str) -> tuple[Param, ...]:
     """Tensor maps first, for their alignment; then pointers and 64-bit strides, so that the struct has no holes."""
     heads = "kv heads" + ("" if spec.kv_layout == "varlen" else " of all sequences")
     return (
         *(Param(f"{name}_map", "tensor_map", f"of {name}: [head_dim, rows, heads, batch]")
           for name in ("q", "k", "v", "dout", "dk", "dv")),
-        *gradient_params(spec), *gradient_strides(spec), *gradient_sizes(spec), *MASKS[mask],
+        *gradient_params(spec, row_terms), *gradient_strides(spec), *gradient_sizes(spec), *MASKS[mask],
         Param("num_heads", "i32", heads),
         Param("heads_per_section", "i32", "of them, whose blocks come in turns, the longest first"),
         Param("section_blocks", "divisor", "blocks of a section: n_tiles * heads_per_section"),

@@ -53,7 +53,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
         slots=(("key_layout", spec.kv_layout), ("coordinates", spec.kv_layout), ("queries", mask),
                ("dq_order", "vector"), ("p_precision", p_precision), *turns_slot(spec, mask)),
         flags=(("varlen", varlen), ("deterministic", spec.deterministic), ("masks_tiles", True)),
-        params=gradients_params(spec, mask), smem=smem,
+        params=gradients_params(spec, mask, "numbers"), smem=smem,
         roles=(Role("load", WARPGROUP_WARPS, load_registers),
                Role("mma", WARPGROUP_WARPS * CONSUMERS, mma_registers)),
         launch=Launch(WARPGROUP_THREADS * (CONSUMERS + 1), 1, end_of(smem),

@@ -6,6 +6,7 @@ the same for all families, and so is the layout of what they leave each other (d
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -21,6 +22,8 @@ from flashgen.codegen.spec.rule import Only
 from flashgen.errors import UnsupportedError
 
 GROUP_ROWS = 64  # rows of dQ that lie together in dq_accum: what a warpgroup's accumulator, or four warps', holds
+
+SMALLEST_SCALE = 2.0 ** -100  # of softmax, where lse is divided by it
 
 ONLY = (
     Only("lse", (True,), "it reads lse"),
@@ -58,6 +61,11 @@ def key_tiles(plan: Plan, values: Mapping[str, Number]) -> int:
     return int(values["n_tiles"] * values["num_heads_kv"] * (1 if is_varlen(plan) else values["batch"]))
 
 
+def row_terms_of(plan: Plan) -> str:
+    """How lse and delta come to the products: a choice of slot `row_terms`."""
+    return "operand" if {"row_terms", "lse_scale"} & {param.name for param in plan.params} else "numbers"
+
+
 def _one_block_per_tile(plan: Plan, values: Mapping[str, Number], num_sms: int) -> tuple[int, Mapping[str, Number]]:
     return key_tiles(plan, values), {}
 
@@ -76,6 +84,11 @@ def _launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int, grid: Grid) -
     values["q_tiles"] = q_tiles
     if any(("score_slope", "expression") in each.slots for each in plans.values()):
         values["scale_log2"] = LOG2_E  # scores come in natural units
+    operand = any(row_terms_of(each) == "operand" for each in plans.values())
+    if operand:
+        # lse is divided by the scale. One so small that no score counts beside lse may as well be larger.
+        scale = math.copysign(max(abs(values["softmax_scale"]), SMALLEST_SCALE), values["softmax_scale"])
+        values["lse_scale"], values["scale_log2"] = -1 / scale, scale * LOG2_E
     groups = q_tiles * sizes.num_heads_q * (block_m // GROUP_ROWS)
     if max(groups, key_tiles(plan, values)) > MAX_GRID_X:
         raise UnsupportedError(f"{groups} tiles of {GROUP_ROWS} queries, {key_tiles(plan, values)} of {block_n} keys",
@@ -90,7 +103,8 @@ def _launch(plans: Mapping[str, Plan], sizes: Sizes, num_sms: int, grid: Grid) -
 
     rows, columns = q_tiles * block_m, -(-int(str(plan.spec_value("head_dim_qk"))) // 16) * 16
     return Program(tuple(step(*item) for item in plans.items()), (
-        Buffer("neg_lse", "f32", (sizes.num_heads_q, rows)), Buffer("neg_delta", "f32", (sizes.num_heads_q, rows)),
+        *((Buffer("row_terms", "f32", (sizes.num_heads_q, rows, 4)),) if operand else
+          (Buffer("neg_lse", "f32", (sizes.num_heads_q, rows)), Buffer("neg_delta", "f32", (sizes.num_heads_q, rows)))),
         Buffer("dq_accum", "f32", (sizes.num_heads_q, rows, columns)),
         *(Buffer("turns", "i32", (sizes.num_heads_q, q_tiles, plan.constant(TURN_PARTS)))
           for each in in_turns if each)))

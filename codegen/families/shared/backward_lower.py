@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flashgen.codegen.families.shared.backward import GROUP_ROWS
+from flashgen.codegen.families.shared.backward import GROUP_ROWS, row_terms_of
 from flashgen.codegen.families.shared.sums import TURN_PARTS, turns_params
 from flashgen.codegen.plan import Constant, Launch, Param, Plan, Region, Role
 from flashgen.codegen.slots import LAYOUTS
@@ -23,11 +23,13 @@ MIN_THREADS = 128
 POST_THREADS = 128     # a thread has the elements of dq_accum that a thread of a warpgroup added to
 
 _LSE = "natural log, contiguous"
-_WORKSPACE = (
-    ("neg_lse", "[num_heads_q, q_tiles * BLOCK_M], -lse in powers of two; -inf where no key is seen"),
-    ("neg_delta", "likewise, -rowsum(dout * out), plus dlse"),
-    ("dq_accum", "[num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)"),
-)
+# What the gradients kernel adds to the columns of S and dP: numbers that lanes load, or an operand of the products.
+_ROW_TERMS = {
+    "numbers": (("neg_lse", "[num_heads_q, q_tiles * BLOCK_M], -lse in powers of two; -inf where no key is seen"),
+                ("neg_delta", "likewise, -rowsum(dout * out), plus dlse")),
+    "operand": (("row_terms", "[num_heads_q, q_tiles * BLOCK_M, 4], RowTerms: -lse / softmax_scale, -delta"),),
+}
+_DQ_ACCUM = ("dq_accum", "[num_heads_q, q_tiles, BLOCK_M, MMA_COLS_QK], fragment order (docs/backward.md)")
 
 
 def lower(spec: Any, target: Target, lower_gradients: Callable[[Any, Target], Plan]) -> Plan:
@@ -38,12 +40,7 @@ def lower(spec: Any, target: Target, lower_gradients: Callable[[Any, Target], Pl
     return {"preprocess": _preprocess, "postprocess": _postprocess}[spec.kernel](spec, gradients)
 
 
-def workspace_params(written: tuple[str, ...]) -> tuple[Param, ...]:
-    """neg_lse, neg_delta and dq_accum; `written`: those that the kernel writes."""
-    return tuple(Param(name, "f32_out" if name in written else "f32_ptr", about) for name, about in _WORKSPACE)
-
-
-def gradient_params(spec: Spec) -> tuple[Param, ...]:
+def gradient_params(spec: Spec, row_terms: str = "numbers") -> tuple[Param, ...]:
     """Pointers of the gradients kernel, in their order; those of a slot come behind."""
     rows_q, rows_kv = _rows(spec)
     return (
@@ -51,7 +48,8 @@ def gradient_params(spec: Spec) -> tuple[Param, ...]:
         Param("k", "element_ptr", f"[{rows_kv}, num_heads_kv, head_dim_qk]"),
         Param("v", "element_ptr", f"[{rows_kv}, num_heads_kv, head_dim_v]"),
         Param("dout", "element_ptr", f"[{rows_q}, num_heads_q, head_dim_v]"),
-        *workspace_params(("dq_accum",)), *turns_params(spec),
+        *(Param(name, "f32_ptr", about) for name, about in _ROW_TERMS[row_terms]),
+        Param(_DQ_ACCUM[0], "f32_out", _DQ_ACCUM[1]), *turns_params(spec),
         Param("dk", "element_out", "as k"), Param("dv", "element_out", "as v"), *LAYOUTS[spec.kv_layout])
 
 
@@ -94,6 +92,7 @@ def _preprocess(spec: Spec, gradients: Plan) -> Plan:
     chunks = columns // 8
     lanes = 1 << (chunks - 1).bit_length()
     threads = min(max(MIN_THREADS, block_m * lanes // ROW_READS), block_m * lanes)  # whole rows, each read once
+    row_terms = row_terms_of(gradients)
     rows_q, _ = _rows(spec)
     lse = "[num_heads_q, total_q]" if spec.kv_layout == "varlen" else "[batch, num_heads_q, seqlen_q]"
     constants = (
@@ -105,9 +104,10 @@ def _preprocess(spec: Spec, gradients: Plan) -> Plan:
               Param("dout", "element_ptr", f"[{rows_q}, num_heads_q, head_dim_v]"),
               Param("lse", "f32_ptr", f"{lse}, {_LSE}"),
               Param("dlse", "f32_ptr", f"{lse}, the gradient of lse; null: none"),
-              *workspace_params(("neg_lse", "neg_delta", "dq_accum")), *turns_params(spec))
+              *(Param(name, "f32_out", about) for name, about in (*_ROW_TERMS[row_terms], _DQ_ACCUM)),
+              *turns_params(spec))
     return _around(spec, gradients, constants, params, ("out", "dout"), (), threads,
-                   (), "x = q_tiles * num_heads_q")
+                   (("row_terms", row_terms),), "x = q_tiles * num_heads_q")
 
 
 def _postprocess(spec: Spec, gradients: Plan) -> Plan:
@@ -119,7 +119,8 @@ def _postprocess(spec: Spec, gradients: Plan) -> Plan:
         Constant("SMEM_COLS_QK", smem_cols(columns), "columns stored of dq: whole panels"),
     )
     rows_q, _ = _rows(spec)
-    params = (workspace_params(())[2], Param("dq", "element_out", f"[{rows_q}, num_heads_q, head_dim_qk]"))
+    params = (Param(_DQ_ACCUM[0], "f32_ptr", _DQ_ACCUM[1]),
+              Param("dq", "element_out", f"[{rows_q}, num_heads_q, head_dim_qk]"))
     smem = (Region("DQ", 0, tile_bytes(GROUP_ROWS, columns), f"{GROUP_ROWS} rows of dq"),)
     return _around(spec, gradients, constants, params, ("dq",), smem, POST_THREADS, (("dq_order", order),),
                    "x = q_tiles * num_heads_q * BLOCK_M / GROUP_ROWS")
@@ -141,9 +142,12 @@ def _around(spec: Spec, gradients: Plan, constants: tuple[Constant, ...], params
              Param("q_tiles", "divisor", "query tiles per head, of all sequences"))
     if spec.kernel == "postprocess":
         sizes += Param("softmax_scale", "f32", "of dQ"),
+    elif ("row_terms", "operand") in slots:
+        sizes += Param("lse_scale", "f32", "-1 / softmax_scale"),
     programmatic = gradients.launch.programmatic
     flags = (("programmatic", programmatic),
-             *((("deterministic", spec.deterministic),) if spec.kernel == "preprocess" else ()))
+             *((("deterministic", spec.deterministic), ("row_operand", ("row_terms", "operand") in slots))
+               if spec.kernel == "preprocess" else ()))
     return replace(
         gradients, variant=spec.variant, spec=spec.fields(), template=f"backward/{spec.kernel}.cu.j2",
         constants=(*tiles, *constants), slots=(("row_tile", spec.kv_layout), *slots), flags=flags,

@@ -2,16 +2,26 @@
 // lane / 4 + 8 * h of s is a key, column 8 * n + 2 * (lane % 4) + i a query: element s[0][n][2 * h + i].
 #pragma once
 #include "flashgen/gemm_async.cuh"
+#include "flashgen/ptx/math.cuh"
 #include "flashgen/ptx/wgmma_shapes.cuh"
-#include "flashgen/query_pairs.cuh"
 #include "flashgen/query_range.cuh"
 
-// Starts s += a b^T over K_STEPS * 16 columns, as one group.
+// Starts s = term + a b^T over K_STEPS * 16 columns, as one group. `ones` selects the term of a column (row_terms.cuh).
 template <class ATile, class BTile, int K_STEPS, class Element, int N>
-FG_DEVICE void issue_added_qk(float (&s)[1][N][4], uint64_t a, uint64_t b) {
+FG_DEVICE void issue_with_term(float (&s)[1][N][4], uint64_t ones, uint64_t terms, uint64_t a, uint64_t b) {
   wgmma_fence(registers_of(s));
+  wgmma_ss<8 * N, K_MAJOR, K_MAJOR>(bf16{}, registers_of(s), ones, terms, 0);
   qk_steps<ATile, BTile, 0, K_STEPS, Element, true>(s, a, b);
   wgmma_commit();
+}
+
+// P from scores that have -lse in them.
+template <int N>
+FG_DEVICE void exponentiate_shifted(float (&s)[1][N][4], float scale_log2) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[0][n][i] = exp2_approx(s[0][n][i] * scale_log2);
 }
 
 // Starts dq = ds k, as one group: ds [queries][keys] and k in shared memory.
