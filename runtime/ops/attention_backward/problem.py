@@ -94,7 +94,10 @@ class BackwardInputs(Inputs):
         noise = FP32_SUMS * _longest(self.dout) * _longest(self.v) * self._scale
         exact, plain, rounded, sizes = (gradients(*given, **self.meaning, kind=kind)
                                         for kind in ("exact", "plain", "rounded", "sizes"))
-        return expected(exact, plain, rounded, sizes, (noise * _largest(self.k), noise * _largest(self.q), 0.0))
+        # dk sums the noise of the queries that see a key. Their weights add up to this many rows, on average.
+        rows = max(1.0, self.q.shape[-3] * self.q.shape[-2] / max(1, self.k.shape[-3] * self.k.shape[-2]))
+        of_k = noise * _largest(self.q) * rows ** 0.5
+        return expected(exact, plain, rounded, sizes, (noise * _largest(self.k), of_k, 0.0))
 
     @property
     def _scale(self) -> float:
