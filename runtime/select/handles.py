@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
 
 MEMO_LIMIT = 1024
-SEPARATOR = "\n"  # after a handle, before its parameters: their signature has none
+# After a handle, before its parameters: their signature has none. No line break: Inductor writes the arguments of calls
+# into comments of the code that it makes.
+SEPARATOR = "\t"
 _VARIANT, _SPEC = "variant ", "spec "
 _fixed: set[str] = set()  # names and paths that mean the same in every working directory
 _paths: dict[tuple[str, str], str] = {}       # (path as written, working directory) -> handle

@@ -53,6 +53,21 @@ def test_b117_variants_that_were_never_called(backend: str) -> None:
         assert graphs_of(function, [(Q,)], backend) == 1, name
 
 
+def test_strings_in_graphs_have_one_line() -> None:
+    """Inductor writes the arguments of a call into comments of the code that it makes: a second line would be code."""
+    strings: list[str] = []
+
+    def collect(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        strings.extend(arg for node in graph.graph.nodes for arg in node.args if isinstance(arg, str))
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda q: flashgen.attention(q, q, q, spec=scaled, params={"c": 2.0}, dropout_p=0.5),
+                  backend=collect, fullgraph=True)(Q)
+    assert any("dropout" in text and "c: float" in text for text in strings)
+    assert all(len(text.splitlines()) == 1 for text in strings)
+
+
 def test_b118_names_paths_and_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"{FILE}score: score * 3.0\n")

@@ -16,6 +16,7 @@ from flashgen.codegen.families.shared.launch import kept_of_65536
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops.arguments import check_tensor, number, shown, whole
 from flashgen.runtime.ops.tensors import MAX_LENGTH
+from flashgen.runtime.select.handles import SEPARATOR
 
 if TYPE_CHECKING:
     from flashgen.runtime.select.params import Bound
@@ -31,7 +32,7 @@ _SEEDS = 2**62  # torch.randint counts in 63 bits
 
 # The end of the text that names the spec of a call with dropout. The probability is then the first of the call's floats
 # and the seed the first of the extra tensors, so that the torch ops need no arguments of their own for it.
-MARK = "\ndropout"
+MARK = f"{SEPARATOR}dropout"
 Named = tuple[str, tuple[int, ...], tuple[float, ...], tuple[Tensor, ...]]  # as parameters.bound_to gives it
 
 
