@@ -119,12 +119,11 @@ using DoutTile = TileShape<BLOCK_M, SMEM_COLS_V>;
 using DsTile = TileShape<BLOCK_M, BLOCK_N>;
 using TermsTile = RowTermsTile<BLOCK_M>;
 constexpr int DQ_BYTES = 64 * 4 * DQ_COLS;   // of a warpgroup's part of a tile of dQ: fp32, in fragment order
-static_assert(SMEM_V - SMEM_K >= KeyTile::BYTES, "map and tiles agree");
-static_assert(SMEM_Q - SMEM_V >= ValueTile::BYTES, "map and tiles agree");
-static_assert(SMEM_DOUT - SMEM_Q >= Q_STAGES * QueryTile::BYTES, "map and tiles agree");
-static_assert(SMEM_DS - SMEM_DOUT >= DOUT_STAGES * DoutTile::BYTES, "map and tiles agree");
-static_assert(SMEM_DQ - SMEM_DS >= 2 * DsTile::BYTES, "map and tiles agree");
-static_assert(SMEM_TERMS - SMEM_DQ >= 2 * DQ_BYTES, "map and tiles agree");
+static_assert(SMEM_V - SMEM_K >= KeyTile::BYTES && SMEM_Q - SMEM_V >= ValueTile::BYTES, "as in the map");
+static_assert(SMEM_DOUT - SMEM_Q >= Q_STAGES * QueryTile::BYTES, "as in the map");
+static_assert(SMEM_DS - SMEM_DOUT >= DOUT_STAGES * DoutTile::BYTES, "as in the map");
+static_assert(SMEM_DQ - SMEM_DS >= 2 * DsTile::BYTES, "as in the map");
+static_assert(SMEM_TERMS - SMEM_DQ >= 2 * DQ_BYTES && TERM_STAGES == 2, "as in the map");
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DOUT_STAGES & (DOUT_STAGES - 1)) == 0, "powers of two");
 
 // key_layout: dense. k [batch, seqlen_kv, num_heads_kv, head_dim_qk]; v, dk and dv likewise.
@@ -424,16 +423,13 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
   };
   const auto q_stage = [](int j) { return j & (Q_STAGES - 1); };
   const auto dout_stage = [](int j) { return j & (DOUT_STAGES - 1); };
-  const auto term_stage = [](int j) { return j & (TERM_STAGES - 1); };
-  const auto terms_at = [&](int j) {
-    return wgmma_descriptor_advance<TermsTile::BYTES>(terms_desc, term_stage(j));
-  };
+  const auto terms_at = [&](int j) { return wgmma_descriptor_advance<TermsTile::BYTES>(terms_desc, j & 1); };
   const auto wait_for_queries = [&](int j) {
     mbarrier_wait_parity(barriers + Q_FULL + q_stage(j), j / Q_STAGES & 1);
-    mbarrier_wait_parity(barriers + TERMS_FULL + term_stage(j), j / TERM_STAGES & 1);
+    mbarrier_wait_parity(barriers + TERMS_FULL + (j & 1), j / TERM_STAGES & 1);
   };
   const auto start_scores = [&](int j) {
-    issue_with_term<KeyTile, QueryTile, MMA_COLS_QK / 16, Element>(
+    issue_qk<KeyTile, QueryTile, MMA_COLS_QK / 16, Element>(
         s, lse_ones, terms_at(j), k_desc, wgmma_descriptor_advance<QueryTile::BYTES>(q_desc, q_stage(j)));
   };
   const auto start_dq = [&](int j) {
@@ -490,12 +486,11 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
       wgmma_wait<0>(registers_of(dk), ds);  // the fragments of dS make room for dP
       if (j > 0) release(Q_EMPTY + q_stage(j - 1));
       const uint64_t dout_now = wgmma_descriptor_advance<DoutTile::BYTES>(dout_desc, dout_stage(j));
-      issue_with_term<ValueTile, DoutTile, MMA_COLS_V / 16, Element>(
-          dp, delta_ones, terms_at(j), v_desc, dout_now);
+      issue_qk<ValueTile, DoutTile, MMA_COLS_V / 16, Element>(dp, delta_ones, terms_at(j), v_desc, dout_now);
       issue_pv<DoutTile, Element>(dv, packed_p, dout_now);
       pass_turn(j);
       wgmma_wait<1>(registers_of(dp));
-      release(TERMS_EMPTY + term_stage(j));
+      release(TERMS_EMPTY + (j & 1));
 
       // ---- dS; under it dV
       // A hidden P is 0, but 0 * NaN is NaN.
@@ -543,12 +538,11 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
       wgmma_wait<0>(registers_of(dk), ds);  // the fragments of dS make room for dP
       if (j > 0) release(Q_EMPTY + q_stage(j - 1));
       const uint64_t dout_now = wgmma_descriptor_advance<DoutTile::BYTES>(dout_desc, dout_stage(j));
-      issue_with_term<ValueTile, DoutTile, MMA_COLS_V / 16, Element>(
-          dp, delta_ones, terms_at(j), v_desc, dout_now);
+      issue_qk<ValueTile, DoutTile, MMA_COLS_V / 16, Element>(dp, delta_ones, terms_at(j), v_desc, dout_now);
       issue_pv<DoutTile, Element>(dv, packed_p, dout_now);
       pass_turn(j);
       wgmma_wait<1>(registers_of(dp));
-      release(TERMS_EMPTY + term_stage(j));
+      release(TERMS_EMPTY + (j & 1));
 
       // ---- dS; under it dV
 #pragma unroll

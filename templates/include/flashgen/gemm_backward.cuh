@@ -8,7 +8,7 @@
 
 // Starts s = term + a b^T over K_STEPS * 16 columns, as one group. `ones` selects the term of a column (row_terms.cuh).
 template <class ATile, class BTile, int K_STEPS, class Element, int N>
-FG_DEVICE void issue_with_term(float (&s)[1][N][4], uint64_t ones, uint64_t terms, uint64_t a, uint64_t b) {
+FG_DEVICE void issue_qk(float (&s)[1][N][4], uint64_t ones, uint64_t terms, uint64_t a, uint64_t b) {
   wgmma_fence(registers_of(s));
   wgmma_ss<8 * N, K_MAJOR, K_MAJOR>(bf16{}, registers_of(s), ones, terms, 0);
   qk_steps<ATile, BTile, 0, K_STEPS, Element, true>(s, a, b);
