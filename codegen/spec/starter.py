@@ -6,7 +6,7 @@ import re
 
 from flashgen.codegen.expr.params import MAX_NAME
 from flashgen.codegen.expr.tree import SCOPE_NAMES
-from flashgen.codegen.families.registry import FAMILIES, fastest_first, op_of
+from flashgen.codegen.families.registry import FAMILIES, fastest_first, op_of, pass_of
 from flashgen.codegen.spec.expressions import NONE, plain_params
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
 from flashgen.errors import SpecError
@@ -29,8 +29,9 @@ def starter(name: str, base: str) -> str:
     spec = min(specs, key=lambda spec: FAMILIES[spec.family].rank)
     family = FAMILIES[spec.family]
     if op_of(spec) != "attention":
-        raise SpecError(f"{base} is of family {spec.family}, which has no expressions", where="--from",
-                        allowed="specs of " + " and ".join(sorted(found.name for found in fastest_first("attention"))))
+        kind = f"pass {spec.pass_}" if pass_of(spec).follows else f"family {spec.family}"
+        raise SpecError(f"{base} is of {kind}, which has no expressions of its own", where="--from", allowed=(
+            "forward specs of " + " and ".join(sorted(found.name for found in fastest_first("attention")))))
     has_own = bool(spec.expressions) or spec.sink != NONE
     return _TEXT.format(
         name=name, base=spec.name, family=spec.family, about=family.cards,

@@ -196,6 +196,8 @@ def test_new_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error["nearest"] == "my_spec" and error["where"] == "NAME"
     assert run_json("new", "../x", exit_code=2)["error"]["type"] == "SpecError"
     assert run_json("new", "mine", "--from", "fa3_fdw", exit_code=2)["error"]["what"] == "no such file"
+    error = run_json("new", "mine", "--from", "fa2_bwd", exit_code=2)["error"]
+    assert "pass bwd" in error["what"] and "forward specs" in error["allowed"]
     assert not list(tmp_path.iterdir())
 
 

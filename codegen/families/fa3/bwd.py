@@ -34,7 +34,7 @@ def lower_gradients(spec: Spec, target: Target) -> Plan:
     if max(spec.head_dim_qk, spec.head_dim_v) > NARROW_HEAD_DIM:
         return bwd_wide.lower_gradients(spec, target)
     mask = mask_choice(spec.causal, spec.window)
-    tile = TILES.find(target.name, mask, spec.head_dim_qk, spec.head_dim_v, spec.dtype)
+    tile = TILES.find(target.name, mask, spec.head_dim_qk, spec.head_dim_v)
     if not target.features >= {"tma", "wgmma"} or tile is None:
         raise PlanError(f"no fa3 backward tile for head dims ({spec.head_dim_qk}, {spec.head_dim_v}) on {target.name}",
                         where=spec.variant, allowed="head dims up to (256, 256) on sm_90a")

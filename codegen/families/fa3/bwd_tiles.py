@@ -6,9 +6,6 @@ from typing import Any
 
 from flashgen.codegen.families.shared.tiles import FULL, Row, TileTable
 
-KINDS = ("bf16", "fp16")      # of kernels: their element types
-PHASES = ("turns", "after_ds", "after_dk")  # warpgroups take turns; or the second starts after the first's dS or dK
-
 
 @dataclass(frozen=True)
 class BwdRow(Row):
@@ -16,12 +13,11 @@ class BwdRow(Row):
 
     _: KW_ONLY
     dout_stages: int
-    phase: str = "turns"
+    phase: str = "turns"  # of the warpgroups; or the second starts "after_ds" or "after_dk" of the first's first step
 
 
 def _row(head_dim: int, **fields: Any) -> BwdRow:
-    return BwdRow(head_dim, head_dim, **{
-        "targets": frozenset({"sm_90a"}), "kinds": frozenset(KINDS), "n": 128, "warps": 8, "dout_stages": 2, **fields})
+    return BwdRow(head_dim, head_dim, targets=frozenset({"sm_90a"}), n=128, warps=8, dout_stages=2, **fields)
 
 
 _TIMED = "fastest of the phases timed on an H200, 2026-12-01 (docs/lab/backward.md)"
@@ -33,4 +29,4 @@ _ROWS: tuple[BwdRow, ...] = (
     _row(128, m=64, stages=4, source=f"{_TIMED}: 2 % ahead of the others at 8k"),
 )
 
-TILES = TileTable(_ROWS, overrides=(), axes={}, kinds=KINDS)
+TILES = TileTable(_ROWS, overrides=(), axes={})
