@@ -5,11 +5,10 @@ warp brings query tiles of all query heads of the kv head; two more warps add dQ
 """
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.families.fa3 import bwd_params, bwd_wide
+from flashgen.codegen.families.fa3 import bwd_wide
 from flashgen.codegen.families.fa3.bwd_params import BLOCK_BYTES, CONSUMERS, CONSUMERS_BARRIER, gradients_params
 from flashgen.codegen.families.fa3.bwd_tiles import TILES, BwdRow
 from flashgen.codegen.families.shared.sums import turn_parts, turns_slot
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 
 NARROW_HEAD_DIM = 128  # dK and dV of 64 keys of wider heads do not fit the registers of one warpgroup
 REGISTERS = (24, 240)  # (load, mma) per thread of 64 Ki: dK, dV, S, dP and dS of 64 keys take more than 216
+TERM_STAGES = 2        # lse and delta of a query tile: free as soon as dP is there, long before the next one's scores
+TERM_BYTES = 16        # of a query: struct RowTerms
+ONES_BYTES = 3 * 128   # three core matrices (row_terms.cuh)
 DS_STAGES = 2          # dQ lags a step behind dS, so that a warpgroup may be half a step ahead of the other
 PHASE_BARRIER = CONSUMERS_BARRIER + 1  # a named barrier; turns take the next one, too
 
@@ -67,7 +69,8 @@ def _barriers(tile: BwdRow, varlen: bool) -> tuple[Barrier, ...]:
         Barrier("V_FULL", 1, 1, "the values have landed"),
         Barrier("Q_FULL", tile.stages, 1, "a query tile has landed"),
         Barrier("Q_EMPTY", tile.stages, warps, "every consumer warp has released it"),
-        *bwd_params.TERM_BARRIERS,
+        Barrier("TERMS_FULL", TERM_STAGES, 1, "the terms of a query tile have landed"),
+        Barrier("TERMS_EMPTY", TERM_STAGES, warps, "every consumer warp has them in S and dP"),
         Barrier("DOUT_FULL", tile.dout_stages, 1, "a tile of dO has landed"),
         Barrier("DOUT_EMPTY", tile.dout_stages, warps, "every consumer warp has released it"),
         Barrier("DS_FULL", DS_STAGES, warps, "every consumer warp has stored its keys of dS"),
@@ -89,7 +92,8 @@ def _smem(spec: Spec, tile: BwdRow, mask: str, barriers: tuple[Barrier, ...]) ->
         ("DS", DS_STAGES * tile_bytes(m, n), f"{DS_STAGES} stages of dS: {m} queries, {n} keys"),
         ("DQ", CONSUMERS * WARPGROUP_ROWS * 4 * _dq_cols(spec, tile)[0],
          f"[{CONSUMERS} warpgroups] part of a tile of dQ, fp32 in fragment order"),
-        *bwd_params.term_regions(m),
+        ("TERMS", TERM_STAGES * TERM_BYTES * m, f"{TERM_STAGES} stages of what is added to S and dP"),
+        ("ONES", ONES_BYTES, "the operand that selects it"),
         *((("TILES", round_up(4 * tile.stages, 16), "[stages] number of the query tile, and whether it is masked"),)
           if mask != "full" else ()),
         ("BLOCK", BLOCK_BYTES, "what the block has to do"),
@@ -119,7 +123,7 @@ def _tensor_maps(spec: Spec, tile: BwdRow) -> tuple[TensorMap, ...]:
 def _wgmma_shapes(spec: Spec, tile: BwdRow) -> tuple[WgmmaShape, ...]:
     element = DTYPES[spec.dtype].element
     return (
-        replace(bwd_params.TERM_SHAPE, n=tile.m),
+        WgmmaShape("bf16", tile.m),                                                           # lse and delta
         *product_shapes(element, tile.m, "shared", "K_MAJOR", "K_MAJOR", spec.head_dim_qk),   # S = K Q^T
         *product_shapes(element, tile.m, "shared", "K_MAJOR", "K_MAJOR", spec.head_dim_v),    # dP = V dO^T
         *product_shapes(element, round_up(spec.head_dim_v, 16), "registers", "K_MAJOR", "MN_MAJOR", tile.m),   # dV
@@ -136,7 +140,7 @@ def _constants(spec: Spec, tile: BwdRow) -> tuple[Constant, ...]:
         Constant("BLOCK_N", tile.n, "keys per block: 64 for each consumer warpgroup"),
         Constant("Q_STAGES", tile.stages, "query tiles in shared memory"),
         Constant("DOUT_STAGES", tile.dout_stages, "tiles of dO, likewise"),
-        bwd_params.TERM_STAGES,
+        Constant("TERM_STAGES", TERM_STAGES, "query tiles' lse and delta, likewise"),
         Constant("NUM_THREADS", WARPGROUP_THREADS * (CONSUMERS + 1), "with the producer warpgroup"),
         Constant("HEAD_DIM_QK", spec.head_dim_qk, "columns of q and k in device memory"),
         Constant("HEAD_DIM_V", spec.head_dim_v, "columns of v and dO in device memory"),

@@ -4,10 +4,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashgen.codegen.families.shared.backward_lower import gradient_params, gradient_sizes, gradient_strides
-from flashgen.codegen.plan import Barrier, Constant, Param
+from flashgen.codegen.plan import Param
 from flashgen.codegen.slots import MASKS
-from flashgen.codegen.warpgroup import WARPGROUP_ROWS, WARPGROUP_WARPS
-from flashgen.codegen.wgmma import WgmmaShape
 
 if TYPE_CHECKING:
     from flashgen.codegen.families.fa3.options import Spec
@@ -15,21 +13,6 @@ if TYPE_CHECKING:
 CONSUMERS = 2          # warpgroups
 CONSUMERS_BARRIER = 1  # a named barrier
 BLOCK_BYTES = 64       # struct KeyBlock, at most
-
-# lse and delta of query tiles, an operand (row_terms.cuh). Two stages: they are free as soon as dP is there, long
-# before the next tile's scores.
-TERM_STAGES = Constant("TERM_STAGES", 2, "query tiles' lse and delta, likewise")
-TERM_SHAPE = WgmmaShape("bf16", WARPGROUP_ROWS)
-TERM_BARRIERS = (
-    Barrier("TERMS_FULL", TERM_STAGES.value, 1, "the terms of a query tile have landed"),
-    Barrier("TERMS_EMPTY", TERM_STAGES.value, WARPGROUP_WARPS * CONSUMERS, "every consumer warp has them in S and dP"),
-)
-
-
-def term_regions(m: int) -> tuple[tuple[str, int, str], ...]:
-    """Of tiles of `m` queries, 16 bytes each, and the three core matrices that select a term."""
-    return (("TERMS", TERM_STAGES.value * 16 * m, f"{TERM_STAGES.value} stages of what is added to S and dP"),
-            ("ONES", 3 * 128, "the operand that selects it"))
 
 
 def gradients_params(spec: Spec, mask: str, row_terms: str) -> tuple[Param, ...]:
