@@ -350,10 +350,8 @@ FG_DEVICE void add_dq(const Params& p, unsigned char* smem, uint64_t* barriers, 
 }
 
 // ---- a consumer warpgroup: 64 keys of the block. Its scores are transposed: a row is a key.
-// What no copy brings: the ones that select terms, and the dS of the step before the first, zeros. By the
-// consumers.
-FG_DEVICE void prepare_products(unsigned char* smem) {
-  store_ones(smem + SMEM_ONES, threadIdx.x - 128);
+// The dS of the step before the first: zeros. By the consumers.
+FG_DEVICE void zero_last_ds(unsigned char* smem) {
   for (int i = threadIdx.x - 128; i < DsTile::BYTES / 16; i += 256)
     *reinterpret_cast<Chunk*>(smem + SMEM_DS + DsTile::BYTES + i * 16) = {};
   fence_proxy_async_shared();
@@ -452,7 +450,8 @@ FG_DEVICE void consume_query_tiles(const Params& p, unsigned char* smem, uint64_
 
   fill_zero(dk);
   fill_zero(dv);
-  prepare_products(smem);
+  store_ones(smem + SMEM_ONES, threadIdx.x - 128);
+  zero_last_ds(smem);
   mbarrier_wait_parity(barriers + K_FULL, 0);
   wait_for_queries(0);
   start_scores(0);
