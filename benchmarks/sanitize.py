@@ -8,7 +8,8 @@ compute-sanitizer.
 An argument picks variants by name. fa3 and decodes are for memcheck alone: the other two follow neither what the copy
 engine and wgmma read and write nor the mbarriers that order it. The emulator looks for races there, and stray reads.
 
-Build first (`flashgen build fa2_fwd fa3_fwd mla_h100 mla_h100_caches`), so that the sanitizer watches launches only.
+Build first (`flashgen build fa2_fwd fa3_fwd fa2_bwd fa3_bwd standard mla_h100 mla_h100_caches`), so that the sanitizer
+watches launches only.
 """
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashgen.codegen.families.registry import lower, program_of
+from flashgen.codegen.families.registry import lower, pass_of, program_of
 from flashgen.codegen.families.shared.launch import DecodeSizes, QuerySizes, is_persistent
 from flashgen.codegen.families.shared.launch import Sizes as AttentionSizes
 from flashgen.codegen.plan import Plan
@@ -96,19 +97,23 @@ def launch_program(program: Program, kernels: dict[str, Kernel], pointers: dict[
             raise VerifyError(f"{name} are not zero after a launch", where=where)
 
 
-def launch(kernel: Kernel, sizes: Sizes) -> None:
-    """One launch with random inputs. DriverError if it fails, VerifyError if it leaves its counters unlike zero."""
-    plan, memory = kernel.plan, Memory()
+def launch(kernels: Sequence[Kernel], sizes: Sizes) -> None:
+    """One call of attention or of its backward, on random inputs. DriverError if a launch fails, VerifyError if it
+    leaves its counters unlike zero."""
+    plan, memory = kernels[0].plan, Memory()
     varlen = plan.spec_value("kv_layout") == "varlen"
     batch, rows = (len(sizes.cu_seqlens_q) - 1, 1) if varlen else (sizes.batch, sizes.batch)
     query, key = (sizes.seqlen_q, sizes.num_heads_q), (sizes.seqlen_kv, sizes.num_heads_kv)
-    head_dim_qk, head_dim_v = plan.constant("HEAD_DIM_QK"), plan.constant("HEAD_DIM_V")
+    head_dim_qk, head_dim_v = int(str(plan.spec_value("head_dim_qk"))), int(str(plan.spec_value("head_dim_v")))
     shapes = {"q": (*query, head_dim_qk), "k": (*key, head_dim_qk), "v": (*key, head_dim_v),
               "out": (*query, head_dim_v)}
-    pointers = {name: memory.filled(_random_elements(rows * a * b * c)) for name, (a, b, c) in shapes.items()
-                if name != "out"}
-    pointers["out"] = memory.empty(2 * rows * math.prod(shapes["out"]))
-    pointers["lse"] = memory.empty(4 * rows * math.prod(query))
+    shapes |= {"dout": shapes["out"], **{f"d{name}": shapes[name] for name in ("q", "k", "v")}}
+    read = ("q", "k", "v") if plan.pass_ == "fwd" else ("q", "k", "v", "out", "dout")
+    pointers = {name: memory.filled(_random_elements(rows * math.prod(shape))) if name in read
+                else memory.empty(2 * rows * math.prod(shape)) for name, shape in shapes.items()}
+    stats = rows * math.prod(query)
+    pointers["lse"] = memory.empty(4 * stats) if plan.pass_ == "fwd" else memory.filled(struct.pack("f", 5.0) * stats)
+    pointers["dlse"] = 0
     for name, sums in (("cu_seqlens_q", sizes.cu_seqlens_q), ("cu_seqlens_kv", sizes.cu_seqlens_kv)):
         pointers[name] = memory.filled(struct.pack(f"{len(sums)}i", *sums))
     strides: dict[str, int] = {}
@@ -117,7 +122,8 @@ def launch(kernel: Kernel, sizes: Sizes) -> None:
                     f"{name}_head_stride": dim}
     call = AttentionSizes(batch, sizes.seqlen_q, sizes.seqlen_kv, sizes.num_heads_q, sizes.num_heads_kv, 0.1,
                           window=(70, 20) if plan.spec_value("window") else (-1, -1), strides=strides)
-    launch_program(program_of(plan, call, kernel.num_sms), {"fwd": kernel}, pointers, memory,
+    program = program_of(plan, call, kernels[0].num_sms, *(kernel.plan for kernel in kernels[1:]))
+    launch_program(program, {kernel.plan.step: kernel for kernel in kernels}, pointers, memory,
                    f"{plan.kernel_name}, {sizes}")
     memory.free()
 
@@ -152,35 +158,40 @@ def _random_elements(count: int) -> bytes:
     return struct.pack(f"<{count}H", *(random.getrandbits(16) & 0xBFFF & ~0x2000 for _ in range(count)))
 
 
-def plans(pattern: str) -> list[Plan]:
-    """Of each shipped file the matching variants for the closest target that it lists."""
+def calls(pattern: str) -> list[tuple[Plan, ...]]:
+    """The kernels of a call, for each matching variant of the shipped files that begins one, for the closest target
+    that the file lists."""
     archs, found = archs_for(device_facts(0).cc), []
     for path in shipped_spec_paths():
         specs = load_specs(path).specs
         arch = next((arch for arch in archs if any(spec.arch == arch for spec in specs)), None)
-        found += [lower(spec) for spec in specs if spec.arch == arch and fnmatch.fnmatch(spec.variant, pattern)]
+        for spec in specs:
+            kernels = [dict(traits) for traits in pass_of(spec).kernels]
+            begins = all(getattr(spec, name) == value for name, value in kernels[0].items())
+            if spec.arch == arch and begins and fnmatch.fnmatch(spec.variant, pattern):
+                found.append(tuple(lower(spec.with_(**traits)) for traits in kernels))
     return found
 
 
 def main(arguments: Sequence[str]) -> None:
     cuda, cache = api(), Cache()
     check(cuda.cuCtxSetCurrent(check(cuda.cuDevicePrimaryCtxRetain(check(cuda.cuDeviceGet(0))))))
-    chosen, launches = plans(arguments[0] if arguments else "*"), 0
+    chosen, launches = calls(arguments[0] if arguments else "*"), 0
 
     def loaded(plan: Plan) -> Kernel:
         return Kernel(plan, cache.get_or_build(plan, render(plan)).cubin.image, 0)
 
-    for plan in chosen:
-        if plan.pass_ == "decode":
-            [schedule] = plans("mla_h100_schedule")
+    for plans in chosen:
+        if plans[0].pass_ == "decode":
+            [(schedule,)] = calls("mla_h100_schedule")
             for sizes in DECODES:
-                launch_decode(loaded(plan), loaded(schedule), *sizes)
+                launch_decode(loaded(plans[0]), loaded(schedule), *sizes)
                 launches += 2
-        elif plan.pass_ == "fwd":
-            kernel = loaded(plan)
-            for small in (SMALL, *(PERSISTENT if is_persistent(plan) else ())):
-                launch(kernel, small)
-                launches += 1
+        elif plans[0].pass_ in ("fwd", "bwd"):
+            kernels = [loaded(plan) for plan in plans]
+            for small in (SMALL, *(PERSISTENT if is_persistent(plans[0]) else ())):
+                launch(kernels, small)
+                launches += len(kernels)
     print(f"{len(chosen)} variants launched, {launches} launches")
 
 
