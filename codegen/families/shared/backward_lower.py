@@ -98,7 +98,6 @@ def _preprocess(spec: Spec, gradients: Plan) -> Plan:
     constants = (
         Constant("LANES_PER_ROW", lanes, f"16 bytes of out and dout for each of {chunks}, in a power of two"),
         Constant("CHUNKS_PER_ROW", chunks, "16-byte pieces of a row"),
-        Constant("ROWS_PER_PASS", threads // lanes, "rows that the block reads at once"),
     )
     params = (Param("out", "element_ptr", f"[{rows_q}, num_heads_q, head_dim_v]"),
               Param("dout", "element_ptr", f"[{rows_q}, num_heads_q, head_dim_v]"),
