@@ -14,12 +14,22 @@ SMEM_RESERVED_PER_BLOCK_BYTES = 1024  # the driver keeps 1 KiB of each resident 
 
 @dataclass(frozen=True)
 class Device:
-    """A card the roofline can be drawn for: dense bf16 tensor rate, device-memory bandwidth, SM count."""
+    """A card the roofline can be drawn for: dense bf16 tensor rate, bandwidth and size of device memory, SMs, L2."""
 
     name: str
     num_sms: int
     bf16_tflops: float
     memory_gbps: float
+    l2_mib: int
+    memory_gb: int
+
+    @property
+    def l2_bytes(self) -> int:
+        return self.l2_mib * KIB * KIB
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_gb * 10**9
 
 
 @dataclass(frozen=True)
@@ -68,12 +78,12 @@ _AMPERE = frozenset({"cp_async", "ldmatrix", "mma_sync"})
 _ADA = _AMPERE | {"mma_fp8"}
 _HOPPER = _ADA | {"tma"}
 
-A100 = Device("A100-SXM4-80GB", 108, 312.0, 2039.0)
-A10 = Device("A10", 72, 125.0, 600.0)
-L40S = Device("L40S", 142, 362.0, 864.0)
-H200 = Device("H200-SXM", 132, 989.4, 4800.0)
-B200 = Device("B200", 148, 2250.0, 8000.0)
-RTX5090 = Device("RTX 5090", 170, 209.5, 1792.0)
+A100 = Device("A100-SXM4-80GB", 108, 312.0, 2039.0, 40, 80)
+A10 = Device("A10", 72, 125.0, 600.0, 6, 24)
+L40S = Device("L40S", 142, 362.0, 864.0, 96, 48)
+H200 = Device("H200-SXM", 132, 989.4, 4800.0, 50, 141)
+B200 = Device("B200", 148, 2250.0, 8000.0, 126, 180)
+RTX5090 = Device("RTX 5090", 170, 209.5, 1792.0, 96, 32)
 
 TARGETS: dict[str, Target] = {
     t.name: t

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.explain.cost import Cost, kv_bytes_read
 from flashgen.codegen.explain.tile_map import Question, pairs_of, tile_map
 from flashgen.codegen.expr.tree import INT_MAX, ScalarParam
 from flashgen.codegen.mask import TileCounts, tile_counts, visible_pairs
@@ -136,6 +137,19 @@ class Counts:
     @property
     def target(self) -> Target:
         return TARGETS[self.plan.target]
+
+    def cost(self) -> Cost:
+        """q, out and lse once, k and v as kv_bytes_read says; the softmax of kernels on wgmma bounds them, too."""
+        shape, device, asked = self.shape, self.target.device, self.traffic
+        fields: dict[str, Any] = dict(self.plan.spec)
+        size, heads = DTYPES[fields["dtype"]].bytes, shape.batch * shape.num_heads_kv
+        q = shape.batch * shape.num_heads_q * shape.seqlen_q * fields["head_dim_qk"] * size
+        head_bytes = shape.seqlen_kv * (fields["head_dim_qk"] + fields["head_dim_v"]) * size
+        kv = kv_bytes_read(asked.kv, head_bytes, heads, self.work.query_tiles // heads,
+                           device.num_sms * self.plan.launch.min_blocks_per_sm, device)
+        written = asked.kernel - asked.kv - q
+        units = {**self.roofline.units, "device memory": (q + kv + written) / device.memory_gbps / 1e6}
+        return Cost(q + kv, written, self.work.flops_issued, 0, max(units.values()))
 
     def to_json(self) -> dict[str, Any]:
         numbers = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from flashgen.codegen.explain.cost import Cost
 from flashgen.codegen.families.registry import FAMILIES, lower, pass_of, passes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
@@ -25,6 +26,7 @@ class Explanation(Protocol):
     @property
     def target(self) -> Target: ...
     def to_json(self) -> dict[str, Any]: ...
+    def cost(self) -> Cost: ...
 
 
 def explain(spec: Spec | str | os.PathLike[str], *, registers: int | None = None, variants: int = 1,

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.explain import counts
+from flashgen.codegen.explain.cost import Cost
 from flashgen.codegen.explain.counts import Counts, Shape
 from flashgen.codegen.plan import Plan, Role, registers_per_thread_max
 from flashgen.codegen.slots import mask_choice
 from flashgen.codegen.target import SMEM_RESERVED_PER_BLOCK_BYTES, TARGETS, Target
+from flashgen.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
@@ -47,6 +49,14 @@ class OwnExplanation:
     @property
     def registers_max(self) -> int:
         return registers_per_thread_max(self.plan.launch.threads, self.plan.launch.min_blocks_per_sm, self.target)
+
+    def cost(self) -> Cost:
+        """Of a call. By default that of the kernels in `moved`, one after the other, with `scratch_bytes` of buffers.
+        UnsupportedError where neither is counted."""
+        moved = getattr(self, "moved", None)
+        if not moved:
+            raise UnsupportedError(f"the bytes of {self.plan.variant} are not counted", where="cost")
+        return Cost.of(moved, getattr(self, "scratch_bytes", 0), self.target)
 
     def call(self) -> str:
         """The sizes of the call, for the second line."""

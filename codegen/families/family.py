@@ -104,6 +104,8 @@ class Family:
     needs_maps: bool = False             # its kernels read q, k and v through tensor maps
     emulated: bool = False               # it serves calls on CPU tensors that name no spec
     trace_depth: int = 1                 # calls from its kernels' bodies to the statements that tell what happens
+    generation: int = 0                  # its place in the lineage of attention, the oldest first; 0: not said
+    story: str = ""                      # what it brought, in a line
 
     def __post_init__(self) -> None:
         assert self.feature in FEATURES and self.passes, self.name

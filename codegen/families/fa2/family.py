@@ -14,4 +14,5 @@ FA2 = Family(
     cards="any NVIDIA GPU from Ampere on: sm_80, sm_86, sm_89, sm_90, sm_120",
     passes=(forward(lazily(f"{__package__}.lower", "lower"), launch, loops),
             backward(f"{__package__}.bwd", only=BACKWARD_ONLY)),
-    options=Options, only=ONLY, rules=RULES, traits=TRAITS, tiles=TILES, default=True, emulated=True)
+    options=Options, only=ONLY, rules=RULES, traits=TRAITS, tiles=TILES, default=True, emulated=True,
+    generation=3, story="each block owns a query tile: O, m and l stay in registers for the whole walk (2023)")

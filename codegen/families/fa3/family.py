@@ -15,4 +15,5 @@ FA3 = Family(
     name="fa3", feature="wgmma", rank=1, arch="sm_90a", cards="Hopper: sm_90a",
     passes=(forward(lazily(f"{__package__}.lower", "lower"), launch, loops, prefer),
             backward(f"{__package__}.bwd", loops=backward_loops, grid=grid, only=BACKWARD_ONLY)),
-    options=Options, only=ONLY, rules=RULES, traits=TRAITS, tiles=TILES, needs_maps=True, trace_depth=2)
+    options=Options, only=ONLY, rules=RULES, traits=TRAITS, tiles=TILES, needs_maps=True, trace_depth=2,
+    generation=5, story="TMA copies and wgmma run beside the softmax of another tile (2024)")

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.explain.cost import Cost
 from flashgen.codegen.explain.counts import check_sizes
 from flashgen.codegen.explain.text import OwnExplanation, bar, row, si
+from flashgen.codegen.families.flashmla.launch import num_blocks
+from flashgen.codegen.families.shared.launch import QuerySizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.target import TARGETS, Target
+
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,17 @@ class DecodeWork:
 @dataclass(frozen=True)
 class DecodeExplanation(OwnExplanation):
     work: DecodeWork
+
+    def cost(self) -> Cost:
+        """The cache once. Blocks that share a request's keys leave parts of its output in fp32, of which as many as run
+        at one time fit in L2."""
+        work, plan, size = self.work, self.plan, DTYPES[str(self.plan.spec_value("dtype"))].bytes
+        rows = self.shape.batch * self.shape.seqlen_q * self.shape.num_heads_q
+        written = rows * 2 * plan.constant("HALF_COLS") * size
+        partials = 2 * num_blocks(QuerySizes(self.shape.batch, self.shape.seqlen_q, self.shape.num_heads_q),
+                                  self.target.device.num_sms) * plan.constant("PARTIAL_FLOATS") * FP32_BYTES
+        return Cost(work.bytes_once - written, written, work.flops_issued, partials,
+                    max(work.tensor_ms, work.memory_ms))
 
     def call(self) -> str:
         shape, dim = self.shape, self.plan.constant("HEAD_DIM_QK")

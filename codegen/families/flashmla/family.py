@@ -13,4 +13,5 @@ FLASHMLA = Family(
                  lazily(f"{__package__}.lower", "lower_schedule"), launch_schedule, smallest_queries,
                  one_variant=True)),
     options=Options, only=ONLY, rules=RULES, traits=TRAITS, typical={"pass_": "decode", "page_size": 64},
-    short_names=("mla",), emulated=True, trace_depth=3)
+    short_names=("mla",), emulated=True, trace_depth=3, generation=6,
+    story="all heads share the latent cache: a key is read once and serves as its own value (2025)")

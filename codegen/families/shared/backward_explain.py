@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.explain.cost import Cost
 from flashgen.codegen.explain.counts import EXP2_PER_CLOCK, LSE_BYTES, TENSOR_FLOPS_PER_CLOCK, Shape
 from flashgen.codegen.explain.text import OwnExplanation, bar, row, si
 from flashgen.codegen.families.shared.launch import Sizes, is_varlen
@@ -23,6 +24,7 @@ PRODUCTS = 5         # S and dP over head dims of qk and v, dV, dK and dQ
 @dataclass(frozen=True)
 class BackwardExplanation(OwnExplanation):
     moved: dict[str, int]    # bytes of device memory by kernel, each tensor once
+    written: int             # of them all, the bytes that are written
     sums_bytes: int          # fp32 sums of dQ that reach L2
     scratch: dict[str, int]  # bytes of each buffer of the call
     steps: int               # pairs of a key tile and a query tile that are not hidden
@@ -30,6 +32,13 @@ class BackwardExplanation(OwnExplanation):
     flops: int               # of visible pairs, a multiply-add as two
     flops_issued: int        # of whole tiles
     units: dict[str, float]  # milliseconds of each unit that can bound the gradients kernel
+
+    def cost(self) -> Cost:
+        """The gradients kernel at its slowest unit, those around it at the rate of device memory."""
+        total = sum(self.moved.values())
+        around = (total - self.moved["gradients"]) / self.target.device.memory_gbps / 1e6
+        return Cost(total - self.written, self.written, self.flops_issued, sum(self.scratch.values()),
+                    max(self.units.values()) + around)
 
     def call(self) -> str:
         shape, fields = self.shape, dict(self.plan.spec)
@@ -78,14 +87,16 @@ def explain_backward(plan: Plan, program_of: Callable[[Sizes], Program], *, regi
     moved = {"preprocess": 2 * v_rows + 3 * rows * LSE_BYTES + accumulated,
              "gradients": q + v_rows + 2 * kv + 2 * rows * LSE_BYTES,
              "postprocess": accumulated + q}
+    # dq_accum as zeros, -lse and -delta, then dk and dv, then dq
+    written = accumulated + 2 * rows * LSE_BYTES + kv + q
     sums = steps * block_m * columns * FP32_BYTES
     clocks_per_ms = device.bf16_tflops * 1e9 / TENSOR_FLOPS_PER_CLOCK
     units = {"tensor cores": 2 * scores * dims / device.bf16_tflops / 1e9,
              "exponential unit": scores / EXP2_PER_CLOCK / clocks_per_ms,
              SUMS: sums / L2_SUMS_GBPS / 1e6, MEMORY: moved["gradients"] / device.memory_gbps / 1e6}
     scratch = {buffer.name: buffer.size * FP32_BYTES for buffer in program_of(_sizes(plan, shape)).buffers}
-    return BackwardExplanation(plan, shape, registers, variants, moved, sums, scratch, steps, pairs, 2 * pairs * dims,
-                               2 * scores * dims, units)
+    return BackwardExplanation(plan, shape, registers, variants, moved, written, sums, scratch, steps, pairs,
+                               2 * pairs * dims, 2 * scores * dims, units)
 
 
 def _sizes(plan: Plan, shape: Shape) -> Sizes:

@@ -6,37 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
+from flashgen.codegen.explain.cost import Moved
 from flashgen.codegen.explain.counts import LSE_BYTES, Shape
 from flashgen.codegen.explain.text import OwnExplanation, bar, row, si
 from flashgen.codegen.families.standard.launch import BLOCK_N
 from flashgen.codegen.families.standard.options import KERNELS
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.smem import round_up
-from flashgen.codegen.target import Target
 
 SCORE_BYTES = 4  # fp32
 
 
 @dataclass(frozen=True)
-class Moved:
-    """One kernel of the call: bytes of device memory, each tensor once, and FLOPs, a multiply-add as two."""
-
-    read: int
-    written: int
-    flops: int
-
-    @property
-    def bytes(self) -> int:
-        return self.read + self.written
-
-    def ms(self, target: Target) -> float:
-        """At the datasheet's rates, whichever takes longer."""
-        return max(self.bytes / target.device.memory_gbps / 1e6, self.flops / target.device.bf16_tflops / 1e9)
-
-
-@dataclass(frozen=True)
 class StandardExplanation(OwnExplanation):
-    moved: dict[str, Moved]  # by kernel
+    moved: dict[str, Moved]  # by kernel, each tensor once
     bytes_once: int          # q, k, v, out and lse, which attention on chip moves
     scratch_bytes: int       # S and P
 

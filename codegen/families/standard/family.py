@@ -13,4 +13,5 @@ STANDARD = Family(
     passes=(Pass(
         "fwd", "attention", "many queries", lazily(f"{__package__}.lower", "lower"), launch, smallest_call,
         lazily(f"{__package__}.explain", "explain_kernel"), kernels=named(*KERNELS), shown=KERNELS[0]),),
-    options=Options, only=ONLY, traits=TRAITS)
+    options=Options, only=ONLY, traits=TRAITS, generation=1,
+    story="three kernels; S and P go through device memory (before 2022)")
