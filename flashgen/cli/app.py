@@ -10,7 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from flashgen import errors
-from flashgen.cli import bench, build, cache, check, doctor, explain, specs, trace, tune, verify
+from flashgen.cli import bench, build, cache, check, doctor, explain, lineage, specs, trace, tune, verify
 from flashgen.cli.common import INTERRUPTED, READER_LEFT, to_stdout
 
 
@@ -28,7 +28,7 @@ def _exit_codes() -> str:
 app = typer.Typer(name="flashgen", no_args_is_help=True, add_completion=False, rich_markup_mode=None,
                   pretty_exceptions_enable=False, epilog=_exit_codes(),
                   help="Attention kernels from YAML specs: build, explain, verify, time and ship them.")
-for module in (build, specs, check, explain, verify, trace, bench, tune, cache, doctor):
+for module in (build, specs, check, explain, verify, trace, bench, lineage, tune, cache, doctor):
     module.register(app)
 
 

@@ -25,6 +25,8 @@ PACKAGES = ("flashgen", "torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc",
 class CudaDevice:
     """The current CUDA device. EnvironmentError_ if there is none."""
 
+    out_of_memory: type[Exception] = torch.cuda.OutOfMemoryError
+
     def __init__(self, timer: str = "graph", data: str = "normal") -> None:
         """`timer`: "graph" replays CUDA graphs, "events" times plain calls, host overhead included where it shows.
         `data`: one of bench.DATA."""
@@ -54,6 +56,15 @@ class CudaDevice:
 
     def release(self) -> None:
         torch.cuda.empty_cache()
+
+    def peak_bytes(self, call: Call) -> int:
+        """The most memory that is allocated while the call runs, less what was before."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
 
 
 def package_version(package: str) -> str | None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 from flashgen.errors import UnsupportedError
@@ -12,6 +13,7 @@ from flashgen.runtime.ops.signature import Signature
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
+    from flashgen.runtime.measure.lineage import Lineage
     from flashgen.runtime.measure.suite import Bench
     from flashgen.runtime.ops.op import Op
 
@@ -25,6 +27,12 @@ def op_of(spec: Spec) -> Op:
 
 def bench_of(spec: Spec) -> Bench:
     return cast("Bench", import_module(f"{__package__}.{_folder_of(spec)}.bench").BENCH)
+
+
+def lineages() -> tuple[Lineage, ...]:
+    """Of the operations that have a module `lineage`, whose generations are compared."""
+    homes = (f"{__package__}.{folder}.lineage" for folder in dict.fromkeys(OPS.values()))
+    return tuple(cast("Lineage", import_module(home).LINEAGE) for home in homes if find_spec(home))
 
 
 def _folder_of(spec: Spec) -> str:

@@ -76,7 +76,7 @@ def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tu
 def test_commands_and_their_options() -> None:
     found = dict(commands())
     assert {path[0] for path in found} == {"build", "list", "explain", "verify", "bench", "bundle", "cache", "schema",
-                                           "doctor", "trace", "tune", "check", "new"}
+                                           "doctor", "trace", "tune", "check", "new", "lineage"}
     assert {path[1] for path in found if path[0] == "cache"} == {"ls", "prune", "clear"}
     for path, one in found.items():
         assert any("--json" in parameter.opts for parameter in one.params), path

@@ -91,7 +91,11 @@ class Marks:
 
 def load_cases(grid: str) -> tuple[MlaCase, ...]:
     """Cases of a grid with AXES. SpecError says what is wrong."""
-    values, where = read_grid(grid)
+    return cases_of(*read_grid(grid))
+
+
+def cases_of(values: object, where: str) -> tuple[MlaCase, ...]:
+    """Each once."""
     found = combinations(values, where, AXES)
     for one in found:
         if missing := [name for name, axis in AXES.items() if axis is COUNT and name not in one]:
