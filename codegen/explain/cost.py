@@ -28,8 +28,12 @@ class Moved:
         return self.read + self.written
 
     def ms(self, target: Target) -> float:
-        """At the datasheet's rates, whichever takes longer."""
-        return max(self.bytes / target.device.memory_gbps / 1e6, self.flops / target.device.bf16_tflops / 1e9)
+        return floor_ms(self.bytes, self.flops, target.device)
+
+
+def floor_ms(moved_bytes: int, flops: int, device: Device) -> float:
+    """Of one kernel, at the datasheet's rates: whichever takes longer."""
+    return max(moved_bytes / device.memory_gbps / 1e6, flops / device.bf16_tflops / 1e9)
 
 
 class Cost(NamedTuple):
@@ -47,10 +51,10 @@ class Cost(NamedTuple):
 
     @classmethod
     def of(cls, kernels: Mapping[str, Any], scratch_bytes: int, target: Target) -> Cost:
-        """Of kernels that run one after the other, each a Moved."""
+        """Of kernels that run one after the other, each with the numbers of a Moved."""
         each = kernels.values()
         return cls(sum(one.read for one in each), sum(one.written for one in each), sum(one.flops for one in each),
-                   scratch_bytes, sum(one.ms(target) for one in each))
+                   scratch_bytes, sum(floor_ms(one.read + one.written, one.flops, target.device) for one in each))
 
     def then(self, other: Cost) -> Cost:
         """With another call after it, whose buffers come when those of the first are gone."""

@@ -54,7 +54,7 @@ class OwnExplanation:
         """Of a call. By default that of the kernels in `moved`, one after the other, with `scratch_bytes` of buffers.
         UnsupportedError where neither is counted."""
         moved = getattr(self, "moved", None)
-        if not moved:
+        if not moved or not all(hasattr(one, "flops") for one in moved.values()):
             raise UnsupportedError(f"the bytes of {self.plan.variant} are not counted", where="cost")
         return Cost.of(moved, getattr(self, "scratch_bytes", 0), self.target)
 

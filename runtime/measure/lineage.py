@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from flashgen import __version__
 from flashgen.codegen.explain.cost import Cost
+from flashgen.codegen.explain.counts import MAX_SIZE
 from flashgen.codegen.target import TARGETS
 from flashgen.codegen.target import Device as Card
 from flashgen.errors import FlashgenError, SpecError, UnsupportedError, nearest_word
@@ -148,18 +149,20 @@ def _value(text: str) -> Any:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         return text
+    if max(map(abs, numbers)) > MAX_SIZE:
+        raise UnsupportedError(f"{text} is too large", where="--problem", allowed=f"numbers up to {MAX_SIZE}")
     return numbers if len(numbers) > 1 else numbers[0]
 
 
 def parse_lengths(text: str) -> list[int]:
     """`1024,2048` as numbers. UnsupportedError for anything else."""
     try:
-        found = [int(part) for part in text.split(",") if part.strip()]
+        found = [int(part) for part in text.split(",")] if text else []
     except ValueError:
         found = [0]
-    if any(length < 1 for length in found):
-        raise UnsupportedError(f"{text!r}", where="--seqlens", allowed="whole numbers from 1, with commas between",
-                               nearest="1024,2048,4096")
+    if not all(1 <= length <= MAX_SIZE for length in found):
+        raise UnsupportedError(f"{text[:40]!r}", where="--seqlens", nearest="1024,2048,4096",
+                               allowed=f"whole numbers from 1 to {MAX_SIZE}, with commas between")
     return found
 
 

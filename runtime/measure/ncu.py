@@ -82,8 +82,12 @@ def counter(ncu: str, lineage: Lineage) -> Callable[[Any, Generation], dict[str,
     def count(case: Any, generation: Generation) -> dict[str, int]:
         task = {"stem": lineage.stem, "case": lineage.in_json(case), "generation": generation.name,
                 "backward": generation.passes == STEP}
-        ran = subprocess.run(command_of(ncu, task), capture_output=True, text=True, timeout=LIMIT_S,
-                             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        try:
+            ran = subprocess.run(command_of(ncu, task), capture_output=True, text=True, timeout=LIMIT_S,
+                                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        except (OSError, subprocess.TimeoutExpired) as err:
+            raise EnvironmentError_(f"{generation.name}, {case.label}: {err}", where="--counters",
+                                    next="without --counters the bytes are predicted") from err
         if ran.returncode:
             raise EnvironmentError_(f"ncu, or {MODULE} under it, ended with {ran.returncode}", where="--counters",
                                     next="without --counters the bytes are predicted",

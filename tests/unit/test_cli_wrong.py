@@ -53,6 +53,11 @@ VALUES = [
     ["check", "alibi", "--param", "slope=?"], ["build", TINY, "--jobs", "?"],
     ["trace", TINY, "--block", "?"], ["verify", TINY, "--seed", "?"],
     ["verify", TINY, "--seeds", "?"], ["bench", TINY, "--peers", "?"], ["bench", TINY, "--rounds", "?"],
+    ["lineage", "--target", "?"], ["lineage", "--target", "sm_90a", "--problem", "?"],
+    ["lineage", "--target", "sm_90a", "--problem", "batch=1 heads=1 head_dim=64 seqlen=?"],
+    ["lineage", "--target", "sm_90a", "--problem", "batch=1 heads=1 head_dim=64 seqlen=8 window=?,0"],
+    ["lineage", "--target", "sm_90a", "--problem", "batch=1 heads=? cached=8"],
+    ["lineage", "--target", "sm_90a", "--seqlens", "?"], ["lineage", "--rounds", "?"],
     ["cache", "?"], ["cache", "prune", "--max-mb", "?"], ["cache", "prune", "--max-days", "?"], ["doctor", "?"],
     ["?"],
 ]

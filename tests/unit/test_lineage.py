@@ -11,6 +11,7 @@ from lineage_kit import by_name, measured, rows_of
 
 from flashgen.codegen.explain.cost import Cost, Moved, kv_bytes_read
 from flashgen.codegen.explain.explain import explain
+from flashgen.codegen.explain.text import OwnExplanation
 from flashgen.codegen.families import registry
 from flashgen.codegen.families.registry import FAMILIES, by_generation
 from flashgen.codegen.target import TARGETS
@@ -71,6 +72,20 @@ def test_costs_add_up() -> None:
 def test_every_explanation_has_a_cost(name: str) -> None:
     cost = explain(name).cost()
     assert min(cost.read, cost.written, cost.flops, cost.ms) > 0 and cost.scratch_bytes >= 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(OwnExplanation):
+    moved: dict[str, Any]
+
+
+def test_an_explanation_with_moved_kernels_needs_no_cost_of_its_own() -> None:
+    plan = explain("fa2_fwd").plan
+    cost = Own(plan, None, None, 1, {"a": Moved(1, 2, 3), "b": Moved(10, 20, 30)}).cost()
+    assert cost[:4] == (11, 22, 33, 0)
+    for moved in ({}, {"a": 5}):
+        with pytest.raises(UnsupportedError, match="not counted"):
+            Own(plan, None, None, 1, moved).cost()
 
 
 # ---- generations

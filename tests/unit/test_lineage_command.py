@@ -78,6 +78,16 @@ def test_a_child_that_fails_is_an_error_with_its_words(monkeypatch: pytest.Monke
     assert "boom" in caught.value.details
 
 
+def test_a_child_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(command: list[str], timeout: int, **options: Any) -> None:
+        raise ncu.subprocess.TimeoutExpired(command[0], timeout)
+
+    monkeypatch.setattr(ncu.subprocess, "run", hangs)
+    [case] = DECODE.cases({"batch": 1, "cached": 64, "heads": 16})
+    with pytest.raises(EnvironmentError_, match=r"naive, H16 Q1 B1 S64: .*timed out after 300 seconds"):
+        ncu.counter("ncu", DECODE)(case, DECODE.generations(case, HOPPER, 132, False)[0])
+
+
 def test_ncu_absent_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
     with pytest.raises(EnvironmentError_, match="ncu is not on PATH"):
