@@ -51,12 +51,18 @@ class OwnExplanation:
         return registers_per_thread_max(self.plan.launch.threads, self.plan.launch.min_blocks_per_sm, self.target)
 
     def cost(self) -> Cost:
-        """Of a call. By default that of the kernels in `moved`, one after the other, with `scratch_bytes` of buffers.
-        UnsupportedError where neither is counted."""
-        moved = getattr(self, "moved", None)
-        if not moved or not all(hasattr(one, "flops") for one in moved.values()):
+        """Of a call, by default from fields: `moved`, by kernel or by tensor, and `scratch_bytes`. Kernels have FLOPs,
+        and run one after the other; beside tensors, `flops_issued` and `units` say FLOPs and milliseconds.
+        UnsupportedError where these are missing."""
+        moved: dict[str, Any] = getattr(self, "moved", {})
+        scratch_bytes: int = getattr(self, "scratch_bytes", 0)
+        if moved and all(hasattr(one, "flops") for one in moved.values()):
+            return Cost.of(moved, scratch_bytes, self.target)
+        flops, units = getattr(self, "flops_issued", None), getattr(self, "units", None)
+        if flops is None or not units or not all(hasattr(one, "read") for one in moved.values()):
             raise UnsupportedError(f"the bytes of {self.plan.variant} are not counted", where="cost")
-        return Cost.of(moved, getattr(self, "scratch_bytes", 0), self.target)
+        return Cost(sum(one.read for one in moved.values()), sum(one.written for one in moved.values()), flops,
+                    scratch_bytes, max(units.values()))
 
     def call(self) -> str:
         """The sizes of the call, for the second line."""

@@ -28,12 +28,6 @@ def fastest_first(op: str, *, emulated: bool = False) -> tuple[Family, ...]:
     return tuple(sorted(found, key=lambda family: family.rank))
 
 
-def by_generation(op: str) -> tuple[Family, ...]:
-    """The families that answer an operation, the oldest first; behind them those that do not say, the slowest first."""
-    found = (family for family in FAMILIES.values() if op in family.by_op)
-    return tuple(sorted(found, key=lambda family: (not family.generation, family.generation, -family.rank)))
-
-
 def passes() -> dict[str, Pass]:
     """Each pass by name, of the first family that has one of this name."""
     found: dict[str, Pass] = {}
@@ -61,6 +55,12 @@ def implied_family(name: str) -> str:
 
 def targets_of(family: str) -> list[str]:
     return [name for name, target in TARGETS.items() if FAMILIES[family].feature in target.features]
+
+
+def by_generation(op: str) -> tuple[Family, ...]:
+    """The families that answer an operation, the oldest first; behind them those that do not say, the slowest first."""
+    found = (family for family in FAMILIES.values() if op in family.by_op)
+    return tuple(sorted(found, key=lambda family: (not family.generation, family.generation, -family.rank)))
 
 
 def lower(spec: Spec, target: Target | None = None) -> Plan:

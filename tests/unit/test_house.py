@@ -240,7 +240,7 @@ def test_the_registry_is_light():
 
 
 # Lines of codegen and runtime, less the emulator, which has two of many things. It rises with a new operation alone.
-MAX_LINES = 21124
+MAX_LINES = 21130
 
 
 def test_lines():

@@ -4,7 +4,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from lineage_kit import by_name, measured, rows_of
@@ -75,17 +76,26 @@ def test_every_explanation_has_a_cost(name: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Own(OwnExplanation):
+class OfKernels(OwnExplanation):
     moved: dict[str, Any]
 
 
-def test_an_explanation_with_moved_kernels_needs_no_cost_of_its_own() -> None:
+@dataclasses.dataclass(frozen=True)
+class OfTensors(OfKernels):
+    scratch_bytes: int = 7
+    flops_issued: int = 9
+    units: ClassVar = {"tensor cores": 2.0, "device memory": 3.0}
+
+
+def test_an_explanation_that_says_what_is_moved_needs_no_cost_of_its_own() -> None:
     plan = explain("fa2_fwd").plan
-    cost = Own(plan, None, None, 1, {"a": Moved(1, 2, 3), "b": Moved(10, 20, 30)}).cost()
+    cost = OfKernels(plan, None, None, 1, {"a": Moved(1, 2, 3), "b": Moved(10, 20, 30)}).cost()
     assert cost[:4] == (11, 22, 33, 0)
-    for moved in ({}, {"a": 5}):
+    tensors = {"q": SimpleNamespace(read=1, written=2), "m and l": SimpleNamespace(read=5, written=6)}
+    assert OfTensors(plan, None, None, 1, tensors).cost() == Cost(6, 8, 9, 7, 3.0)
+    for own, moved in ((OfKernels, {}), (OfKernels, {"a": 5}), (OfKernels, tensors), (OfTensors, {"a": 5})):
         with pytest.raises(UnsupportedError, match="not counted"):
-            Own(plan, None, None, 1, moved).cost()
+            own(plan, None, None, 1, moved).cost()
 
 
 # ---- generations
