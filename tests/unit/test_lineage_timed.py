@@ -1,6 +1,7 @@
 """The jobs of a lineage on the CPU, with the reference for the kernels: calls, errors against fp64, bytes held."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 from backward_kit import backward_by_reference
 from kit import attention_by_reference
+from lineage_kit import FakeDevice
 from mla_kit import mla_by_reference
 
 import flashgen
 from flashgen.errors import VerifyError
-from flashgen.runtime.measure.lineage import Generation, Lineage
+from flashgen.runtime.measure.bench import Call, Run
+from flashgen.runtime.measure.lineage import Generation, Lineage, measure
 from flashgen.runtime.ops.attention import lineage_timed as attention
 from flashgen.runtime.ops.attention.lineage import LINEAGE as ATTENTION
 from flashgen.runtime.ops.mla_decode import lineage_timed as decode
@@ -89,3 +92,23 @@ def test_bytes_that_a_decode_holds() -> None:
     assert decode.job(case, generation, sets).held_bytes() == 2 * (cache + weights + 2 * 3 * 192)
     case, generation = case_and_generation(DECODE, {"batch": 2, "cached": 128, "heads": 3}, "absorbed")
     assert decode.job(case, generation, sets).held_bytes() == 2 * (cache + 2 * 3 * 576)
+
+
+class CpuDevice(FakeDevice):
+    """Each timing is one call."""
+
+    l2_bytes = 1
+
+    def timed(self, timer: str, calls: Sequence[Call]) -> Run:
+        return lambda: 1.0 + 0.0 * len([calls[0]()])
+
+
+@pytest.mark.parametrize(("lineage", "words", "most"), [
+    (ATTENTION, GQA, 5e-3), (DECODE, {"batch": 2, "cached": 100, "heads": 3}, 2e-2)], ids=["attention", "decode"])
+def test_a_whole_run(lineage: Lineage, words: dict[str, Any], most: float) -> None:
+    """Every generation of the registry, with the reference for its kernels."""
+    results = measure(CpuDevice(), lineage, lineage.cases(words), backward=True, rounds=1)
+    ran = [row for row in results["rows"] if row["status"] == "ok"]
+    assert len(ran) >= 3 and all(0 < row["measured"]["error"] < most for row in ran), results["rows"]
+    assert {row["status"] for row in results["rows"]} <= {"ok", "refused"}
+    assert [row["why"] for row in results["rows"] if row["status"] == "refused" and not row["why"]] == []
