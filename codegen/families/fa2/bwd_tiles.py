@@ -6,19 +6,10 @@ dV. No row was timed, except where its source says so.
 from __future__ import annotations
 
 import functools
-from dataclasses import KW_ONLY, dataclass
 
 from flashgen.codegen.families.fa2.tiles import A100, B200, HOPPER, SMALL_SMEM
-from flashgen.codegen.families.shared.tiles import Row, TileTable
-
-
-@dataclass(frozen=True)
-class BwdTileRow(Row):
-    _: KW_ONLY
-    key_warps: int
-    dq_passes: int = 1  # dQ is made in so many parts of its columns
-    blocks_per_sm: int = 1
-
+from flashgen.codegen.families.shared.backward_warps import BwdTileRow
+from flashgen.codegen.families.shared.tiles import TileTable
 
 _hopper = functools.partial(BwdTileRow, targets=HOPPER, source=(
     "the largest tile that 255 registers and 227 KiB of shared memory hold; not timed"))
