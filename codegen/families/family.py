@@ -102,6 +102,7 @@ class Family:
     short_names: tuple[str, ...] = ()    # what specs' names may begin with instead of its name
     default: bool = False                # names that begin with no family mean this one
     needs_maps: bool = False             # its kernels read q, k and v through tensor maps
+    named_only: bool = False             # no look-up chooses it, of shipped specs or of bundles: a call names its spec
     emulated: bool = False               # it serves calls on CPU tensors that name no spec
     trace_depth: int = 1                 # calls from its kernels' bodies to the statements that tell what happens
     generation: int = 0                  # its place in the lineage of attention, the oldest first; 0: not said

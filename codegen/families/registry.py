@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flashgen.codegen import plan as plans
+from flashgen.codegen.families.fa1.family import FA1
 from flashgen.codegen.families.fa2.family import FA2
 from flashgen.codegen.families.fa3.family import FA3
 from flashgen.codegen.families.family import Family, Pass
@@ -18,14 +19,22 @@ from flashgen.errors import PlanError
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (FA2, FA3, FLASHMLA, STANDARD)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (FA2, FA3, FLASHMLA, STANDARD, FA1)}
 DEFAULT = next(family.name for family in FAMILIES.values() if family.default)
 
 
-def fastest_first(op: str, *, emulated: bool = False) -> tuple[Family, ...]:
-    """The families that answer an operation; `emulated`: of those, the ones that serve CPU tensors unasked."""
-    found = (family for family in FAMILIES.values() if op in family.by_op and (family.emulated or not emulated))
+def fastest_first(op: str, *, unasked: bool = False, emulated: bool = False) -> tuple[Family, ...]:
+    """The families that answer an operation. `unasked`: those that serve calls which name no spec; `emulated`: of CPU
+    tensors."""
+    found = (family for family in FAMILIES.values() if op in family.by_op and (family.emulated or not emulated)
+             and not (unasked and family.named_only))
     return tuple(sorted(found, key=lambda family: family.rank))
+
+
+def answers_by_name(spec: Any, op: str) -> bool:
+    """Whether a spec's family answers an operation, and serves by name alone: then no other family should."""
+    family = FAMILIES[spec.family]
+    return family.named_only and op in family.by_op
 
 
 def passes() -> dict[str, Pass]:

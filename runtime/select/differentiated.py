@@ -1,14 +1,15 @@
 """The gradients of a spec that names no backward kernels: the same expressions, with pass bwd.
 
 What a spec says of its forward kernels' tiles and the like says nothing of other kernels, so only what an answer
-depends on is kept. Families that cannot serve it are passed over.
+depends on is kept. Families that cannot serve it are passed over. The family counts where it serves by name alone: who
+names its forward kernels means its backward, too, and nobody else does.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flashgen.codegen.families.registry import op_of
+from flashgen.codegen.families.registry import FAMILIES, answers_by_name, op_of
 from flashgen.codegen.spec.fields import rows_by_name
 from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime.select.handles import title
@@ -32,9 +33,11 @@ def backward_specs(handle: str, found: Variant | tuple[Spec, ...], kinds: Sequen
         return own
     made: dict[Spec, None] = {}
     reasons: list[SpecError] = []
-    for fields in _meanings(found):
+    for fields in _meanings(found, op):
         for kind in kinds:
-            if any(fields.get(name, kind[name]) != kind[name] for name in _CALL):
+            if any(fields.get(name, kind[name]) != kind[name] for name in (*_CALL, "family")):
+                continue
+            if FAMILIES[kind["family"]].named_only and "family" not in fields:
                 continue
             try:
                 made[_spec({**kind, **fields, "lse": True})] = None
@@ -47,13 +50,15 @@ def backward_specs(handle: str, found: Variant | tuple[Spec, ...], kinds: Sequen
     return tuple(made)
 
 
-def _meanings(found: Variant | tuple[Spec, ...]) -> Iterator[dict[str, Any]]:
+def _meanings(found: Variant | tuple[Spec, ...], op: str) -> Iterator[dict[str, Any]]:
     if isinstance(found, Variant):
         yield {name: value for name, value in found.fields.items() if name in _KEPT}
         return
     seen: list[dict[str, Any]] = []
     for spec in found:
         fields = {name: getattr(spec, rows_by_name()[name].attribute) for name in _KEPT}
+        if answers_by_name(spec, op):
+            fields["family"] = spec.family
         if fields not in seen:
             seen.append(fields)
             yield fields

@@ -175,7 +175,8 @@ class Registry:
         emulated = device_index == EMULATED
         archs = self._archs(device_index)
         if wanted.spec:
-            spec, families = self._open(wanted.spec), fastest_first(wanted.op, emulated=emulated)
+            spec = self._open(wanted.spec)
+            families = _families_for(spec, wanted.op, emulated)
             kinds = _kinds_of(wanted, archs, families)
             if any(family.by_op[wanted.op].follows for family in families):
                 from flashgen.runtime.select.differentiated import backward_specs  # reads specs
@@ -197,7 +198,7 @@ class Registry:
 
     def _bundled(self, wanted: Wanted, archs: list[str]) -> Iterator[tuple[Bundle, tuple[Plan, bytes]]]:
         """(bundle, plan and image) of what bundles have for the call, the best first."""
-        for family in fastest_first(wanted.op):
+        for family in fastest_first(wanted.op, unasked=True):
             for arch in archs if _reads(family, wanted) else ():
                 for bundle in self._search_path():
                     for choice in serving(wanted, arch, family):
@@ -234,6 +235,13 @@ def archs_for(cc: int) -> list[str]:
                                allowed=", ".join(sorted({f"{t.cc / 10:.1f}" for t in TARGETS.values()})),
                                next="flashgen doctor")
     return [t.name for t in sorted(fitting, key=lambda t: (-t.cc, not t.name.endswith("a")))]
+
+
+def _families_for(found: Variant | tuple[Spec, ...], op: str, emulated: bool) -> tuple[Family, ...]:
+    """Families whose kernels may serve a call with this spec: those that serve unasked, and those that it names."""
+    named = {spec.family for spec in found} if isinstance(found, tuple) else set()
+    return tuple(family for family in fastest_first(op)
+                 if (family.name in named if family.named_only else family.emulated or not emulated))
 
 
 def _kinds_of(wanted: Wanted, archs: list[str], families: tuple[Family, ...]) -> list[dict[str, Any]]:
@@ -297,7 +305,7 @@ def choose(wanted: Wanted, archs: list[str], *, emulated: bool = False) -> Choic
     CPU tensors. UnsupportedError if none has one.
     """
     missing: list[str] = []
-    for family in fastest_first(wanted.op, emulated=emulated):
+    for family in fastest_first(wanted.op, unasked=True, emulated=emulated):
         found = _variant(family, wanted, archs)
         if not isinstance(found, str):
             return Choice(found, "; ".join([f"{family.name}: {found.variant}.{found.arch}", *missing]))

@@ -182,8 +182,8 @@ def keep_rules(values: dict[str, Any]) -> dict[str, Any]:
     kept["pass"] = kept["pass"] if kept["pass"] in passes else passes[0]
     if kept["family"] == "flashmla":
         return keep_rules_of_mla(kept)
-    if kept["family"] == "standard":
-        kept |= {name: only for name, only in STANDARD.items() if name not in ("name", "family", "pass", "kernel")}
+    if FAMILIES[kept["family"]].named_only:
+        kept |= {name: values[0] for name, values, _ in FAMILIES[kept["family"]].only if kept[name] not in values}
     kept["window"] = kept["window"] and not kept["causal"]
     kept |= {"kv_layout": {"paged": "varlen"}.get(kept["kv_layout"], kept["kv_layout"]),
              **{name: kept[name] and 8 + (kept[name] - 8) % 256 // 8 * 8 for name in ("head_dim_qk", "head_dim_v")}}

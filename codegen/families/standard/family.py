@@ -8,7 +8,7 @@ from flashgen.codegen.families.standard.launch import launch
 from flashgen.codegen.families.standard.options import KERNELS, ONLY, TRAITS, Options
 
 STANDARD = Family(
-    name="standard", feature="mma_sync", rank=3, arch="sm_90",
+    name="standard", feature="mma_sync", rank=4, arch="sm_90", named_only=True,
     cards="any NVIDIA GPU from Ampere on: sm_80, sm_86, sm_89, sm_90, sm_120",
     passes=(Pass(
         "fwd", "attention", "many queries", lazily(f"{__package__}.lower", "lower"), launch, smallest_call,

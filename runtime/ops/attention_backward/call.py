@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashgen.codegen.families.registry import op_of, program_of
+from flashgen.codegen.families.registry import answers_by_name, op_of, program_of
 from flashgen.codegen.program import Buffer
 from flashgen.errors import UnsupportedError
 from flashgen.runtime.ops import front
@@ -193,12 +193,14 @@ def _split(text: str, extra: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tu
 
 
 def _handle(text: str) -> str:
-    """The handle of a spec that has backward kernels, or whose expressions they need; "" for any other."""
+    """The handle of a spec that has backward kernels, whose expressions they need, or whose family's serve by name
+    alone; "" for any other."""
     if not text:
         return ""
     from flashgen.runtime.ops.attention.parameters import check_differentiable, is_changed, specs_of
 
     check_differentiable(text)
     handle, specs = specs_of(text)
-    named = is_changed(text) or any(op_of(spec) == ATTENTION_BACKWARD.name for spec in specs)
+    op = ATTENTION_BACKWARD.name
+    named = is_changed(text) or any(op_of(spec) == op or answers_by_name(spec, op) for spec in specs)
     return handle if named else ""

@@ -38,9 +38,11 @@ FG_DEVICE float quad_sum(float x) {
   return x + shfl_xor(x, 2);
 }
 
-// Raises the reference of the rows that a tile of scores leaves behind, and rescales what they have summed so far.
+// Raises the reference of the rows that a tile of scores leaves behind by more than `threshold_log2`, and rescales what
+// they have summed so far. With a threshold of 0 the reference is the running maximum.
 template <int M, int N, int V>
-FG_DEVICE void raise_max(const float (&s)[M][N][4], float (&o)[M][V][4], RowState<M>& rows, float scale_log2) {
+FG_DEVICE void raise_max(const float (&s)[M][N][4], float (&o)[M][V][4], RowState<M>& rows, float scale_log2,
+                         float threshold_log2 = RESCALE_THRESHOLD_LOG2) {
   float tile_max[M][2];
   bool behind = false;
 #pragma unroll
@@ -51,7 +53,7 @@ FG_DEVICE void raise_max(const float (&s)[M][N][4], float (&o)[M][V][4], RowStat
 #pragma unroll
       for (int n = 1; n < N; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
       tile_max[m][h] = quad_max(x);
-      behind |= (tile_max[m][h] - rows.max[m][h]) * scale_log2 > RESCALE_THRESHOLD_LOG2;
+      behind |= (tile_max[m][h] - rows.max[m][h]) * scale_log2 > threshold_log2;
     }
   if (any_in_warp(behind)) {
 #pragma unroll
@@ -59,7 +61,7 @@ FG_DEVICE void raise_max(const float (&s)[M][N][4], float (&o)[M][V][4], RowStat
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         // Row by row, so that a row's bits never depend on its neighbours.
-        if ((tile_max[m][h] - rows.max[m][h]) * scale_log2 > RESCALE_THRESHOLD_LOG2) {
+        if ((tile_max[m][h] - rows.max[m][h]) * scale_log2 > threshold_log2) {
           const float rescale = exp2_approx((rows.max[m][h] - tile_max[m][h]) * scale_log2);
           rows.max[m][h] = tile_max[m][h];
           rows.sum[m][h] *= rescale;
