@@ -10,7 +10,7 @@ import typer
 
 from flashgen.cli.common import Archs, Output, SpecArguments, Table, Variants, command, select
 from flashgen.cli.progress import progress
-from flashgen.errors import CompileError, SpecError
+from flashgen.errors import CompileError, SpecError, UnsupportedError
 
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
@@ -94,9 +94,13 @@ def bundle(specs: SpecArguments,
            out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The bundle's folder.")],
            arch: Archs = None, variant: Variants = None, jobs: Jobs = None) -> Output:
     """Write a folder of compiled kernels that flashgen.load_bundle serves without a compiler."""
+    from flashgen.codegen.families.registry import FAMILIES
     from flashgen.runtime.compile.cache import Cache
 
     chosen, cache = select(specs, arch, variant), Cache()
+    if by_name := sorted({spec.family for spec in chosen if FAMILIES[spec.family].named_only}):
+        raise UnsupportedError(f"kernels of {' and '.join(by_name)} in a bundle, which serves calls that name no spec",
+                               where="bundle", allowed="families that serve such calls", next="flashgen build SPEC")
     results = _compiled(chosen, cache, jobs)
     failed = sum(bool(result.error) for result in results)
     if failed:

@@ -1,17 +1,12 @@
 """Standard attention: three kernels in one program, what is refused, and bytes counted by hand."""
 from __future__ import annotations
 
-import dataclasses
 import functools
 from itertools import product
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from tiny import tiny_plan, tiny_source
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashgen
@@ -25,12 +20,9 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Buffer, Program
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
 from flashgen.errors import SpecError, UnsupportedError
-from flashgen.runtime.compile.cache import Cache
 from flashgen.runtime.measure.grid import default_grid
-from flashgen.runtime.ops import front
 from flashgen.runtime.ops.attention.bench import load_grid, variants_for
 from flashgen.runtime.select import lookup
-from flashgen.runtime.select.bundle import write_bundle
 from flashgen.runtime.select.selector import Wanted
 
 SHIPPED = load_specs(spec_path("standard")).specs
@@ -86,7 +78,7 @@ def test_other_families_have_no_field_kernel() -> None:
 
 def test_no_call_gets_it_unasked() -> None:
     assert [family.name for family in fastest_first("attention")][-1] == "standard"
-    assert "standard" not in {family.name for family in fastest_first("attention", emulated=True)}
+    assert "standard" not in {family.name for family in fastest_first("attention", unasked=True)}
     assert lookup.why(Wanted("bf16", 64, 64, False, False, "dense", True), 80).startswith("fa2: ")
 
 
@@ -155,43 +147,6 @@ def test_explain_shows_a_whole_call_on_one_screen() -> None:
 
 
 # ---- calls
-
-@pytest.fixture
-def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """From kernels of CALL to a front door that finds these in a bundle, for a device that is not there."""
-    pytest.importorskip("cuda.bindings.nvrtc")
-    plan = tiny_plan()
-    entry = Cache(tmp_path / "cache").get_or_build(plan, tiny_source(plan))
-    monkeypatch.setattr(lookup, "device_facts", lambda index: SimpleNamespace(cc=80, num_sms=108))
-    monkeypatch.setattr(lookup, "Kernel", lambda plan, image, index: SimpleNamespace(plan=plan))
-    registry = lookup.Registry()
-    monkeypatch.setattr(front, "kernel_for", lambda wanted, device, sizes=None: registry.kernel(wanted, 0))
-
-    def load(*kernels: str) -> None:
-        chosen = [dataclasses.replace(entry, plan=lower(CALL.with_(kernel=kernel))) for kernel in kernels]
-        registry.load_bundle(write_bundle(chosen, tmp_path / "bundle"))
-    return load
-
-
-WANTED, SIZES = Wanted("bf16", 64, 64, False, False, "dense", True), Sizes(1, 9, 9, 2, 2)
-
-
-def test_a_bundle_serves_all_three_kernels(bundled: Any) -> None:
-    bundled(*KERNELS)
-    with mock.patch.object(lookup, "choose", side_effect=AssertionError("a bundle serves it")):
-        found = front.kernels_for(WANTED, torch.device("cuda", 0), SIZES)
-    assert [kernel.plan.step for kernel in found] == list(KERNELS)
-
-
-def test_a_bundle_without_one_of_the_kernels_is_an_error(bundled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that is missing is no reason to take one of another family in its place."""
-    bundled("scores", "values")
-    other = SimpleNamespace(plan=lower(load_specs(spec_path("fa2_fwd")).specs[0]))
-    monkeypatch.setattr(lookup, "_compiled", lambda spec, index: other)
-    with pytest.raises(UnsupportedError, match=r"standard_bf16_d64_scores\.sm_80 .* without") as caught:
-        front.kernels_for(WANTED, torch.device("cuda", 0), SIZES)
-    assert "flashgen bundle" in caught.value.next
-
 
 def test_the_kernels_of_a_call_come_from_one_pass() -> None:
     assert [dict(kernel)["kernel"] for kernel in pass_of(CALL).kernels] == list(KERNELS)

@@ -84,7 +84,7 @@ class Fa1Explanation(OwnExplanation):
         yield row("all", si(total, "B"), f"{total / self.bytes_once:.1f} times the {si(self.bytes_once, 'B')} of each "
                                          "tensor once")
         if self.bytes_by_query:
-            yield row("queries outside", si(self.bytes_by_query, "B"), "the same tiles in the other loop order, with O on chip")
+            yield row("queries outside", si(self.bytes_by_query, "B"), "the other loop order, with the same tiles")
         units = self.units
         ms = max(units.values())
         yield row("blocks", str(self.blocks), f"one for each {self.block_of} and sequence, on {device.num_sms} SMs; "

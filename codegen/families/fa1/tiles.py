@@ -38,26 +38,28 @@ def forward_tile(head_dim_qk: int, head_dim_v: int, target: Target) -> Tile:
     return next(tile for tile in (Tile(*shape) for shape in _SHAPES) if fits(tile))
 
 
-_LARGE = frozenset({"sm_90", "sm_90a", "sm_100a"})
-_MEDIUM = frozenset({"sm_80"})
+_HOPPER = frozenset({"sm_90", "sm_90a"})
+_B200 = frozenset({"sm_100a"})
+_A100 = frozenset({"sm_80"})
 _SMALL = frozenset(name for name, target in TARGETS.items() if target.smem_per_block_bytes < 100 * 1024)
 _SOURCE = "keys first, then queries, as far as shared memory and 255 registers reach; not timed"
 
 
-def _row(targets: frozenset[str], head_dim: int, n: int, stages: int, warps: int = 8) -> BwdTileRow:
+def _row(targets: frozenset[str], head_dim: int, n: int, stages: int, warps: int = 8, dq_passes: int = 1) -> BwdTileRow:
     """Half of the warps divide the keys, or as many as have 16 of them."""
     return BwdTileRow(head_dim, head_dim, targets=targets, m=64, n=n, warps=warps, key_warps=min(warps // 2, n // 16),
-                      stages=stages, source=_SOURCE)
+                      stages=stages, dq_passes=dq_passes, source=_SOURCE)
 
 
 # Of the backward, each for head dims up to the first number.
 BWD_TILES = TileTable((
-    _row(_LARGE | _MEDIUM, 128, 128, 2),
-    _row(_LARGE | _MEDIUM, 192, 64, 2),
-    _row(_LARGE, 256, 32, 2),
-    _row(_MEDIUM, 256, 32, 1),
+    _row(_HOPPER | _A100, 128, 128, 2),
+    _row(_B200, 96, 128, 2),
+    _row(_HOPPER | _A100 | _B200, 192, 64, 2),
+    _row(_HOPPER | _B200, 256, 32, 2),
+    _row(_A100, 256, 32, 1),
     _row(_SMALL, 64, 128, 2),
     _row(_SMALL, 128, 64, 1),
     _row(_SMALL, 224, 32, 1),
-    _row(_SMALL, 256, 16, 1, warps=4),
+    _row(_SMALL, 256, 16, 1, warps=4, dq_passes=2),
 ), overrides=(), axes={})
