@@ -101,6 +101,13 @@ def test_far_scores(pattern: str) -> None:
         judge(*run_poisoned(inputs, spec=spec), inputs, scores)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_many_visits_add_no_error(dtype: str) -> None:
+    """O is divided by l, and multiplied by it again, 65 times."""
+    problem = Problem(1, 17, 64 * 128 + 5, 1, 1, 64, 64, dtype=dtype)
+    solve(FULL.with_(dtype=dtype), problem.make_inputs(), Schedule(), str(problem))
+
+
 def test_strides_out_and_lse_change_no_bit() -> None:
     inputs = Problem(2, 70, 70, 2, 1, 64, 64, causal=True).make_inputs()
     plain = solve(CAUSAL, inputs, Schedule())

@@ -230,6 +230,29 @@ def test_head_dims_that_no_file_ships_compile_without_spills(variant: str, dims:
     assert compile_source(source, plan=plan).resources.spill_store_bytes == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "variant", "arch"), one_in(4, [
+    (name, spec.variant, spec.arch) for name in ("fa1_fwd", "fa1_bwd") for spec in load_specs(spec_path(name)).specs
+    if spec.kernel in (None, "gradients")]))
+def test_what_is_shipped_of_fa1_compiles_without_spills(name: str, variant: str, arch: str) -> None:
+    plan, source = plan_and_source(next(spec for spec in load_specs(spec_path(name)).specs
+                                        if (spec.variant, spec.arch) == (variant, arch)))
+    assert compile_source(source, plan=plan).resources.spill_store_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100a", "sm_120"])
+@pytest.mark.parametrize(("name", "dims"), one_in(4, [(name, dims) for name in ("fa1_fwd", "fa1_bwd") for dims in (
+    (8, 8), (72, 40), (96, 96), (128, 128), (192, 128), (192, 192), (224, 224), (248, 248), (256, 256), (64, 256))]))
+def test_head_dims_of_fa1_compile_without_spills(name: str, dims: tuple[int, int], arch: str) -> None:
+    """Each tile of its tables at the largest head dims; the backward of (248, 248) for sm_86 has spilled."""
+    skip_unless_known(arch)
+    shipped = next(spec for spec in load_specs(spec_path(name)).specs
+                   if spec.causal and spec.kernel in (None, "gradients"))
+    plan, source = plan_and_source(shipped.with_(arch=arch, head_dim_qk=dims[0], head_dim_v=dims[1]))
+    assert compile_source(source, plan=plan).resources.spill_store_bytes == 0
+
+
 FORK = """
 import os, signal, threading
 from tiny import tiny
