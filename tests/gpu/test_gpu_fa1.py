@@ -1,5 +1,6 @@
-"""FlashAttention-1 on a device: every shipped forward, other head dims, long sequences, and its own gradients. The shipped
-backward is run by test_gpu_backward.py."""
+"""FlashAttention-1 on a device: every shipped forward, other head dims, long sequences, and its own gradients.
+
+test_gpu_backward.py runs the shipped backward."""
 from __future__ import annotations
 
 import pytest
