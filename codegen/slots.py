@@ -13,8 +13,8 @@ A slot's contract is the set of device functions its files define:
   copy    (flashmla) struct CacheCopy, which copies tiles of keys: find, start and flush, by each of COPY_WARPS warps
   rows    (fa3) what the rows of query tiles are: queries_per_warpgroup(p); rows_from(p, work, row), those that
           exist; of row r out_row and lse_place(p, work, r); load_query_rows(p, tile, barrier, work, first query)
-  queries  (backward) QueryRange seeing_queries(p, kv_pos, seqlen_q, seqlen_kv), the reverse of `mask`: the queries that
-          see a key, an interval that never moves left as kv_pos grows
+  queries  (keys in the outer loop) QueryRange seeing_queries(p, kv_pos, seqlen_q, seqlen_kv), the reverse of `mask`:
+          the queries that see a key, an interval that never moves left as kv_pos grows
   key_mask (backward) int tile_class(p, work, head_q, first, last), what queries of these tiles see of the block's keys;
           bool sees(p, work, head_q, kv_pos, query)
   score_slope (backward) score_mod(s, slopes, p, work, head_q, kv_pos, query): the expression and its derivative

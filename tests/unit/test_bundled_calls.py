@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny import tiny_plan, tiny_source
 
+from flashgen.cli.build import bundle
 from flashgen.codegen.families.registry import FAMILIES, fastest_first, lower
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.spec.spec import Spec
@@ -82,6 +83,13 @@ def test_no_bundle_makes_a_call_take_one(family: Any, bundled: Any, monkeypatch:
             registry = bundled(specs_of(family.name, answer.name, answer.kernel_names))
             assert registry._search_path()[0].selectors()
             assert registry.kernel(wanted, 0) is AT_HAND
+
+
+def test_the_command_refuses_what_no_call_would_get(tmp_path: Path) -> None:
+    for names in (["standard"], ["fa2_fwd", "fa1_bwd"]):
+        with pytest.raises(UnsupportedError, match="which serves calls that name no spec"):
+            bundle(names, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.parametrize("family", NAMED_ONLY, ids=lambda family: family.name)

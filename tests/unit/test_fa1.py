@@ -21,6 +21,8 @@ from flashgen.codegen.program import Buffer
 from flashgen.codegen.spec.spec import Spec, load_specs, spec_path
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import SpecError, UnsupportedError
+from flashgen.runtime.measure.grid import default_grid
+from flashgen.runtime.ops.attention.bench import load_grid, variants_for
 from flashgen.runtime.ops.attention_backward.call import OPERATION
 from flashgen.runtime.select import lookup
 from flashgen.runtime.select.differentiated import backward_specs
@@ -167,6 +169,16 @@ def test_explain_and_check_show_a_whole_call(kernel: str | None) -> None:
     if kernel is None:
         tiles = check_spec([CALL.with_(causal=True)], seqlen_q=256).tiles
         assert tiles is not None and len(tiles.cells) == 2
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_its_grid_has_a_variant_for_each_case(pass_: str) -> None:
+    specs = [spec for spec in SHIPPED if spec.pass_ == pass_]
+    cases = load_grid(default_grid("fa1", pass_))
+    assert {case.head_dim_qk for case in cases} == {64, 128}
+    for case in cases:
+        [spec] = variants_for(case, specs, ["sm_90a", "sm_90"], 132)
+        assert spec.kernel in (None, KERNELS[0], "gradients") and spec.causal == case.causal
 
 
 # ---- whose gradients a call gets
