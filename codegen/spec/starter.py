@@ -28,10 +28,11 @@ def starter(name: str, base: str) -> str:
     specs = load_specs(spec_path(base)).specs
     spec = min(specs, key=lambda spec: FAMILIES[spec.family].rank)
     family = FAMILIES[spec.family]
-    if op_of(spec) != "attention":
+    able = [found for found in fastest_first("attention") if all(only.field != "score" for only in found.only)]
+    if op_of(spec) != "attention" or family not in able:
         kind = f"pass {spec.pass_}" if pass_of(spec).follows else f"family {spec.family}"
         raise SpecError(f"{base} is of {kind}, which has no expressions of its own", where="--from", allowed=(
-            "forward specs of " + " and ".join(sorted(found.name for found in fastest_first("attention")))))
+            "forward specs of " + " and ".join(sorted(found.name for found in able))))
     has_own = bool(spec.expressions) or spec.sink != NONE
     return _TEXT.format(
         name=name, base=spec.name, family=spec.family, about=family.cards,

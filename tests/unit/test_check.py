@@ -198,6 +198,9 @@ def test_new_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_json("new", "mine", "--from", "fa3_fdw", exit_code=2)["error"]["what"] == "no such file"
     error = run_json("new", "mine", "--from", "fa2_bwd", exit_code=2)["error"]
     assert "pass bwd" in error["what"] and "forward specs" in error["allowed"]
+    for name, family in (("standard", "standard"), ("fa1_fwd", "fa1")):  # which take no expressions
+        error = run_json("new", "mine", "--from", name, exit_code=2)["error"]
+        assert f"family {family}" in error["what"] and error["allowed"] == "forward specs of fa2 and fa3"
     assert not list(tmp_path.iterdir())
 
 
