@@ -77,7 +77,8 @@ fa1_bwd_bf16_d128_causal_postprocess(const __grid_constant__ Params p) {
   if (valid_rows <= 0) return;
 
   float dq[1][MMA_COLS_QK / 8][4];
-  read_fragments(dq, p.dq_accum + ((int64_t)blockIdx.x * GROUP_ROWS) * MMA_COLS_QK);
+  const int64_t rows_before = (((int64_t)head_q * p.q_tiles + tile) * GROUPS + group) * GROUP_ROWS;
+  read_fragments(dq, p.dq_accum + rows_before * MMA_COLS_QK);
 #pragma unroll
   for (int n = 0; n < MMA_COLS_QK / 8; ++n)
 #pragma unroll

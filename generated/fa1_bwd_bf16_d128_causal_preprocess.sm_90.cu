@@ -19,7 +19,6 @@ constexpr int MMA_COLS_QK = 128;  // columns of dq_accum: whole 16-column steps
 constexpr int NUM_THREADS = 128;  // 4 warps
 constexpr int LANES_PER_ROW = 16;  // 16 bytes of out and dout for each of 16, in a power of two
 constexpr int CHUNKS_PER_ROW = 16;  // 16-byte pieces of a row
-constexpr int ROWS_PER_PASS = 8;  // rows that the block reads at once
 
 struct Params {
   const Element* out;  // [batch, seqlen_q, num_heads_q, head_dim_v]
@@ -69,21 +68,26 @@ fa1_bwd_bf16_d128_causal_preprocess(const __grid_constant__ Params p) {
   const RowTile work = row_tile(p, tile, head_q);
   if (work.rows <= 0) return;  // a tile set aside for a sequence that does not need it
 
-  // ---- the rows of this thread: all reads are under way before the first sum
-  const int lane = threadIdx.x % LANES_PER_ROW, first = threadIdx.x / LANES_PER_ROW;
+  // ---- the rows of this thread, which some lanes share: all reads are under way before the first sum
+  constexpr int ROWS = BLOCK_M * LANES_PER_ROW / NUM_THREADS;
+  static_assert(ROWS <= LANES_PER_ROW, "a lane for each row to write it");
+  const int lane = threadIdx.x % LANES_PER_ROW, first = threadIdx.x / LANES_PER_ROW * ROWS;
   const Element* const out = p.out + work.batch * p.out_batch_stride + head_q * p.out_head_stride +
                              work.first_row * p.out_row_stride + lane * ELEMENTS_PER_CHUNK;
   const Element* const dout = p.dout + work.batch * p.dout_batch_stride + head_q * p.dout_head_stride +
                               work.first_row * p.dout_row_stride + lane * ELEMENTS_PER_CHUNK;
-  constexpr int PASSES = BLOCK_M / ROWS_PER_PASS;
-  Chunk o[PASSES], d[PASSES];
+  Chunk o[ROWS], d[ROWS];
 #pragma unroll
-  for (int i = 0; i < PASSES; ++i) {
-    const int row = first + i * ROWS_PER_PASS;
+  for (int i = 0; i < ROWS; ++i) {
+    const int row = first + i;
     const bool exists = row < work.rows && lane < CHUNKS_PER_ROW;
     o[i] = exists ? *reinterpret_cast<const Chunk*>(out + row * p.out_row_stride) : Chunk{};
     d[i] = exists ? *reinterpret_cast<const Chunk*>(dout + row * p.dout_row_stride) : Chunk{};
   }
+  const int own = first + lane;  // the row that this lane writes
+  const bool exists = lane < ROWS && own < work.rows;
+  const float lse = exists ? p.lse[work.lse_offset + own] : -INFINITY;
+  const float dlse = exists && p.dlse != nullptr ? p.dlse[work.lse_offset + own] : 0.0f;
 
   // ---- zeros, to which the next kernel adds
   const int64_t rows_before = ((int64_t)head_q * p.q_tiles + tile) * BLOCK_M;
@@ -91,15 +95,12 @@ fa1_bwd_bf16_d128_causal_preprocess(const __grid_constant__ Params p) {
   for (int i = threadIdx.x; i < BLOCK_M * MMA_COLS_QK / 4; i += NUM_THREADS) dq[i] = Floats4{};
 
   // ---- delta and lse of each row. Rows that do not exist get what makes their P and dS zero.
+  float delta = 0.0f;
 #pragma unroll
-  for (int i = 0; i < PASSES; ++i) {
-    const int row = first + i * ROWS_PER_PASS;
-    const float delta = sum_of_lanes<LANES_PER_ROW>(dot(Element{}, o[i], d[i]));
-    if (lane != 0) continue;
-    const bool exists = row < work.rows;
-    const float lse = exists ? p.lse[work.lse_offset + row] : -INFINITY;
-    const float dlse = exists && p.dlse != nullptr ? p.dlse[work.lse_offset + row] : 0.0f;
-    const bool sees_no_key = lse == -INFINITY;
-    put_row_terms(p, rows_before + row, lse, sees_no_key ? 0.0f : dlse - delta);
+  for (int i = 0; i < ROWS; ++i) {
+    const float sum = sum_of_lanes<LANES_PER_ROW>(dot(Element{}, o[i], d[i]));
+    if (lane == i) delta = sum;
   }
+  const bool sees_no_key = lse == -INFINITY;
+  if (lane < ROWS) put_row_terms(p, rows_before + own, lse, sees_no_key ? 0.0f : dlse - delta);
 }

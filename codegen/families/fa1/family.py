@@ -18,4 +18,5 @@ FA1 = Family(
         replace(backward(f"{__package__}.bwd", grid=backward_grid),
                 explain=lazily(f"{__package__}.explain", "explain_backward")),
     ),
-    options=Options, only=ONLY, traits=TRAITS)
+    options=Options, only=ONLY, traits=TRAITS, generation=2,
+    story="S and P stay on chip; O, m and l go to device memory and back for each tile of keys (2022)")
