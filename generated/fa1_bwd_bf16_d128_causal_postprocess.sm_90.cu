@@ -14,7 +14,7 @@
 
 using Element = bf16;
 constexpr int BLOCK_M = 64;  // query rows of a tile: the gradients kernel's
-constexpr int BLOCK_N = 128;  // keys of a tile there
+constexpr int BLOCK_N = 64;  // keys of a tile there
 constexpr int MMA_COLS_QK = 128;  // columns of dq_accum: whole 16-column steps
 constexpr int NUM_THREADS = 128;  // 4 warps
 constexpr int GROUP_ROWS = 64;  // rows of dQ per block, which lie together in dq_accum

@@ -14,7 +14,7 @@
 
 using Element = bf16;
 constexpr int BLOCK_M = 64;  // query rows of a tile: the gradients kernel's
-constexpr int BLOCK_N = 128;  // keys of a tile there
+constexpr int BLOCK_N = 64;  // keys of a tile there
 constexpr int MMA_COLS_QK = 128;  // columns of dq_accum: whole 16-column steps
 constexpr int NUM_THREADS = 128;  // 4 warps
 constexpr int LANES_PER_ROW = 16;  // 16 bytes of out and dout for each of 16, in a power of two

@@ -47,10 +47,15 @@ def test_decodes(cuda: str) -> None:
 
 
 def test_out_of_memory_is_a_row_and_the_others_go_on(cuda: str) -> None:
-    """A score matrix of more than the card has."""
-    heads = 1 + torch.cuda.get_device_properties(0).total_memory // (6 * 16384**2)
-    cases = ATTENTION.cases({"batch": 1, "seqlen": 16384, "heads": heads, "head_dim": 64})
-    rows = {row["generation"]: row for row in measure(CudaDevice(), ATTENTION, cases, rounds=1)["rows"]}  # type: ignore[arg-type]
+    """A score matrix of more than this process may have."""
+    allowed = 2 << 30  # so that tests beside this one have memory
+    cases = ATTENTION.cases({"batch": 1, "seqlen": 8192, "heads": 1 + allowed // (6 * 8192**2), "head_dim": 64})
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        rows = {row["generation"]: row for row in measure(CudaDevice(), ATTENTION, cases, rounds=1)["rows"]}  # type: ignore[arg-type]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     assert rows["standard"]["status"] == "out of memory" and rows["standard"]["measured"] == {}
     assert rows["fa2"]["status"] == "ok"
 
@@ -67,4 +72,4 @@ def test_counters(cuda: str) -> None:
     except EnvironmentError_ as err:
         pytest.skip(err.what)  # the user may not read counters
     found, said = rows["standard"]["measured"], rows["standard"]["predicted"]
-    assert found["read"] + found["written"] == pytest.approx(said["bytes"], rel=0.25)
+    assert found["read"] + found["written"] == pytest.approx(said["bytes"], rel=0.15)

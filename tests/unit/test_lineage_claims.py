@@ -39,7 +39,7 @@ def test_what_is_predicted(claims: Any) -> None:
     traffic = "S and P move 537 MB a head, S = 8192, fp16: "
     assert made[traffic + "with S and P in 16 bits"] == "537 MB"
     heads, tensors = 128, 4 * 8192 * 128 * 2 + 4 * 8192
-    assert made[traffic + "our standard, S in fp32"] == f"{(6 * 2 * 8192**2 + tensors) / 1e6:.0f} MB"
+    assert made[traffic + "our standard, S in fp32"] == f"{(8 * 2 * 8192**2 + tensors) / 1e9:.2f} GB"
     more = "recomputing costs 25 to 33 % more FLOPs: "
     assert [made[more + of] for of in ("S alone again, of the backward", "S alone again, of a step",
                                        "the whole forward again, of a step")] == ["+25 %", "+17 %", "+33 %"]

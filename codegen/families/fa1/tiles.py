@@ -42,7 +42,7 @@ _HOPPER = frozenset({"sm_90", "sm_90a"})
 _B200 = frozenset({"sm_100a"})
 _A100 = frozenset({"sm_80"})
 _SMALL = frozenset(name for name, target in TARGETS.items() if target.smem_per_block_bytes < 100 * 1024)
-_SOURCE = "keys first, then queries, as far as shared memory and 255 registers reach; not timed"
+_SOURCE = "keys first, then queries, as far as shared memory and 255 registers reach with NVRTC 13.0 and 13.5"
 
 
 def _row(targets: frozenset[str], head_dim: int, n: int, stages: int, warps: int = 8, dq_passes: int = 1) -> BwdTileRow:
@@ -53,8 +53,7 @@ def _row(targets: frozenset[str], head_dim: int, n: int, stages: int, warps: int
 
 # Of the backward, each for head dims up to the first number.
 BWD_TILES = TileTable((
-    _row(_HOPPER | _A100, 128, 128, 2),
-    _row(_B200, 96, 128, 2),
+    _row(_HOPPER | _A100 | _B200, 96, 128, 2),
     _row(_HOPPER | _A100 | _B200, 192, 64, 2),
     _row(_HOPPER | _B200, 256, 32, 2),
     _row(_A100, 256, 32, 1),

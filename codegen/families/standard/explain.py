@@ -13,13 +13,15 @@ from flashgen.codegen.families.standard.launch import BLOCK_N
 from flashgen.codegen.families.standard.options import KERNELS
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.smem import round_up
+from flashgen.codegen.target import TARGETS
 
-SCORE_BYTES = 4  # fp32
+SCORE_BYTES = 4    # fp32
+WARPS_PER_SM = 64  # 2048 threads
 
 
 @dataclass(frozen=True)
 class StandardExplanation(OwnExplanation):
-    moved: dict[str, Moved]  # by kernel, each tensor once
+    moved: dict[str, Moved]  # by kernel
     bytes_once: int          # q, k, v, out and lse, which attention on chip moves
     scratch_bytes: int       # S and P
 
@@ -45,6 +47,13 @@ class StandardExplanation(OwnExplanation):
         yield f"  one after the other: {ms:.3f} ms = {flops / ms / 1e9:.0f} TFLOP/s, {total / ms / 1e6:.0f} GB/s"
 
 
+def _passes(plan: Plan, row_bytes: int) -> int:
+    """How often a row of S comes from device memory. softmax reads it twice, for the sum and for P. L2 serves the second
+    reading if it holds the rows that are worked on at one time, one for each warp that SMs have room for."""
+    device = TARGETS[plan.target].device
+    return 1 if device.num_sms * WARPS_PER_SM * row_bytes <= device.l2_bytes else 2
+
+
 def explain_kernel(plan: Plan, spec: object, *, registers: int | None = None, variants: int = 1, **problem: Any
                    ) -> StandardExplanation:
     """The work of a whole call, whichever of its three kernels is given. UnsupportedError for sizes of no call."""
@@ -57,7 +66,8 @@ def explain_kernel(plan: Plan, spec: object, *, registers: int | None = None, va
     out, v, lse = rows * fields["head_dim_v"] * size, keys * fields["head_dim_v"] * size, rows * LSE_BYTES
     moved: dict[str, Moved] = dict(zip(KERNELS, (
         Moved(q + k, stored * SCORE_BYTES, 2 * pairs * fields["head_dim_qk"]),
-        Moved(stored * SCORE_BYTES, stored * size + lse, 0),
+        Moved(_passes(plan, SCORE_BYTES * round_up(shape.seqlen_kv, BLOCK_N)) * stored * SCORE_BYTES,
+              stored * size + lse, 0),
         Moved(stored * size + v, out, 2 * pairs * fields["head_dim_v"])), strict=True))
     return StandardExplanation(plan, shape, registers, variants, moved, q + k + v + out + lse,
                                stored * (SCORE_BYTES + size))
