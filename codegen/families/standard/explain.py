@@ -48,8 +48,8 @@ class StandardExplanation(OwnExplanation):
 
 
 def _passes(plan: Plan, row_bytes: int) -> int:
-    """How often a row of S comes from device memory. softmax reads it twice, for the sum and for P. L2 serves the second
-    reading if it holds the rows that are worked on at one time, one for each warp that SMs have room for."""
+    """How often a row of S comes from device memory. softmax reads it twice, for the sum and for P. L2 serves the
+    second reading if it holds the rows that are worked on at one time, one for each warp that SMs have room for."""
     device = TARGETS[plan.target].device
     return 1 if device.num_sms * WARPS_PER_SM * row_bytes <= device.l2_bytes else 2
 
