@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.codegen.dtype import DTYPES
-from flashgen.codegen.explain.cost import Cost
+from flashgen.codegen.explain.cost import L2_SHARE, Cost
 from flashgen.codegen.explain.counts import EXP2_PER_CLOCK, LSE_BYTES, TENSOR_FLOPS_PER_CLOCK, Shape
 from flashgen.codegen.explain.text import OwnExplanation, bar, row, si
 from flashgen.codegen.families.shared.launch import Sizes, is_varlen
@@ -23,7 +23,7 @@ PRODUCTS = 5         # S and dP over head dims of qk and v, dV, dK and dQ
 
 @dataclass(frozen=True)
 class BackwardExplanation(OwnExplanation):
-    moved: dict[str, int]    # bytes of device memory by kernel, each tensor once
+    moved: dict[str, int]    # bytes of device memory by kernel: each tensor once, and sums that L2 cannot hold
     written: int             # of them all, the bytes that are written
     sums_bytes: int          # fp32 sums of dQ that reach L2
     scratch: dict[str, int]  # bytes of each buffer of the call
@@ -82,13 +82,15 @@ def explain_backward(plan: Plan, program_of: Callable[[Sizes], Program], *, regi
     size, rows = DTYPES[fields["dtype"]].bytes, heads * shape.seqlen_q
     keys = shape.batch * shape.num_heads_kv * shape.seqlen_kv
     accumulated = rows * columns * FP32_BYTES
+    # Zeros of a dq_accum that L2 cannot hold come back for the sums of their head, which leave before postprocess.
+    spilled = accumulated if accumulated > L2_SHARE * device.l2_bytes else 0
     q, v_rows = rows * fields["head_dim_qk"] * size, rows * fields["head_dim_v"] * size
     kv = keys * (fields["head_dim_qk"] + fields["head_dim_v"]) * size
     moved = {"preprocess": 2 * v_rows + 3 * rows * LSE_BYTES + accumulated,
-             "gradients": q + v_rows + 2 * kv + 2 * rows * LSE_BYTES,
+             "gradients": q + v_rows + 2 * kv + 2 * rows * LSE_BYTES + 2 * spilled,
              "postprocess": accumulated + q}
-    # dq_accum as zeros, -lse and -delta, then dk and dv, then dq
-    written = accumulated + 2 * rows * LSE_BYTES + kv + q
+    # dq_accum as zeros, -lse and -delta, then the sums, dk and dv, then dq
+    written = accumulated + 2 * rows * LSE_BYTES + spilled + kv + q
     sums = steps * block_m * columns * FP32_BYTES
     clocks_per_ms = device.bf16_tflops * 1e9 / TENSOR_FLOPS_PER_CLOCK
     units = {"tensor cores": 2 * scores * dims / device.bf16_tflops / 1e9,
