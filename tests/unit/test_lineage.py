@@ -11,10 +11,11 @@ import pytest
 from lineage_kit import by_name, measured, rows_of
 
 from flashgen.codegen.explain.cost import Cost, Moved, kv_bytes_read
-from flashgen.codegen.explain.explain import explain
+from flashgen.codegen.explain.explain import explain, explain_plan
 from flashgen.codegen.explain.text import OwnExplanation
 from flashgen.codegen.families import registry
-from flashgen.codegen.families.registry import FAMILIES, by_generation
+from flashgen.codegen.families.registry import FAMILIES, by_generation, lower
+from flashgen.codegen.spec.spec import load_specs, spec_path
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime.measure.lineage import Generation, parse_lengths, parse_problem, predict
@@ -231,3 +232,15 @@ def test_the_document_has_one_form(make: Callable[[], dict[str, Any]]) -> None:
         for one in found:
             assert set(one) == set(form)
             assert all(isinstance(one[name], kind) for name, kind in form.items()), one  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("heads, times", [(8, 0), (32, 1)])
+def test_sums_of_dq_that_l2_cannot_hold_are_moved_once_more(heads: int, times: int) -> None:
+    """1 MiB of fp32 for a head of 2048 rows of 128, of which an H200's L2 keeps 25."""
+    spec = next(s for s in load_specs(spec_path("fa3_bwd")).specs if s.head_dim_qk == 128 and s.kv_layout == "dense")
+    found: Any = explain_plan(lower(spec), spec, batch=1, seqlen_q=2048, seqlen_kv=2048, num_heads_q=heads,
+                              num_heads_kv=heads)
+    rows = heads * 2048
+    assert found.moved["gradients"] == rows * (2 + 4) * 128 * 2 + 2 * rows * 4 + times * 2 * rows * 128 * 4
+    once = found.moved["preprocess"] + found.moved["postprocess"] + rows * 6 * 128 * 2 + 2 * rows * 4
+    assert sum(found.cost()[:2]) == once + times * 2 * rows * 128 * 4

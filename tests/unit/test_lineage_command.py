@@ -110,7 +110,7 @@ def test_the_command_predicts_and_draws(tmp_path: Path) -> None:
     assert results["target"] == "sm_90a" and {row["length"] for row in results["rows"]} == {8192, 16384}
     for name in ("roofline", "lengths"):
         assert (folder / f"lineage-{name}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert "out of memory" in found.output and "standard" in found.output and "104 GB" in found.output
+    assert "out of memory" in found.output and "standard" in found.output and "139 GB" in found.output
     assert "ms  " not in found.output.splitlines()[1].partition("at least")[0]  # columns without a cell are left out
 
 
