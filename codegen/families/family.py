@@ -103,6 +103,8 @@ class Family:
     default: bool = False                # names that begin with no family mean this one
     needs_maps: bool = False             # its kernels read q, k and v through tensor maps
     emulated: bool = False               # it serves calls on CPU tensors that name no spec
+    engine: str = "cuda"                 # what its text is for: a row of runtime/launch/engines.py
+    fallback: bool = False               # it serves calls that name no spec where no other family has the device
     trace_depth: int = 1                 # calls from its kernels' bodies to the statements that tell what happens
 
     def __post_init__(self) -> None:

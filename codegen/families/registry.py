@@ -10,6 +10,7 @@ from flashgen.codegen.families.family import Family, Pass
 from flashgen.codegen.families.flashmla.family import FLASHMLA
 from flashgen.codegen.families.shared.loops import KvLoop
 from flashgen.codegen.families.standard.family import STANDARD
+from flashgen.codegen.families.triton.family import TRITON
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Program
 from flashgen.codegen.target import TARGETS, Target
@@ -18,7 +19,7 @@ from flashgen.errors import PlanError
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (FA2, FA3, FLASHMLA, STANDARD)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (FA2, FA3, FLASHMLA, STANDARD, TRITON)}
 DEFAULT = next(family.name for family in FAMILIES.values() if family.default)
 
 

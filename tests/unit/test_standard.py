@@ -163,7 +163,7 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     plan = tiny_plan()
     entry = Cache(tmp_path / "cache").get_or_build(plan, tiny_source(plan))
     monkeypatch.setattr(lookup, "device_facts", lambda index: SimpleNamespace(cc=80, num_sms=108))
-    monkeypatch.setattr(lookup, "Kernel", lambda plan, image, index: SimpleNamespace(plan=plan))
+    monkeypatch.setattr(lookup, "loaded", lambda plan, image, index: SimpleNamespace(plan=plan))
     registry = lookup.Registry()
     monkeypatch.setattr(front, "kernel_for", lambda wanted, device, sizes=None: registry.kernel(wanted, 0))
 
