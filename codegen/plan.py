@@ -83,6 +83,11 @@ class Param:
     ctype: Annotated[str, one_of(CTYPES)]
     about: str  # shape and unit, for the reader of the generated file
 
+    @property
+    def may_be_null(self) -> bool:
+        """Of pointers that no call has to give: their `about` says what null means."""
+        return "null:" in self.about
+
 
 @dataclass(frozen=True)
 class TensorMap:
@@ -217,6 +222,11 @@ class Plan:
     allowed_spill_bytes: Bytes = 0
     expressions: tuple[Expression, ...] = ()
     tried: tuple[Tile, ...] = ()             # tiles of which the first call on a device takes the fastest
+
+    @property
+    def compiles_here(self) -> bool:
+        """Whether its image is a cubin. Else it is the text, which is compiled where it is launched."""
+        return self.language == "cu"
 
     @property
     def language(self) -> str:

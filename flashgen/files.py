@@ -64,9 +64,10 @@ def one_of(values: Collection[object]) -> Rule:
     return Rule(", ".join(map(str, values)), lambda value: value in values)
 
 
-def with_keys(names: Collection[str]) -> Rule:
-    """For a dict: exactly these keys."""
-    return Rule("an object with " + ", ".join(names), lambda value: value.keys() == set(names))
+def with_keys(*names: Collection[str]) -> Rule:
+    """For a dict: exactly these keys, or exactly those."""
+    return Rule("an object with " + ", or ".join(", ".join(each) for each in names),
+                lambda value: any(value.keys() == set(each) for each in names))
 
 
 Bytes = Annotated[int, between(0, 2**31 - 1)]

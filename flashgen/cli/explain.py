@@ -86,4 +86,4 @@ def _registers(spec: Spec) -> int | None:
             entry = Cache().get(plan, render(plan))
     except EnvironmentError_:
         return None
-    return entry.cubin.resources.registers if entry else None
+    return entry.cubin.resources.registers or None if entry else None

@@ -16,14 +16,13 @@ from flashgen.codegen.plan import Plan
 class Engine(NamedTuple):
     load: Callable[..., Any]     # from (Plan, image, device index)
     emulate: Callable[..., Any]  # from (Plan, Source)
-    compiles: bool = True        # whether the image is a cubin, not the text itself
 
 
 ENGINES: dict[str, Engine] = {
     "cuda": Engine(lazily("flashgen.runtime.launch.kernel", "Kernel"),
                    lazily("flashgen.runtime.emulator.kernel", "EmulatedKernel")),
     "triton": Engine(lazily("flashgen.runtime.launch.triton", "TritonKernel"),
-                     lazily("flashgen.runtime.launch.triton", "InterpretedKernel"), compiles=False),
+                     lazily("flashgen.runtime.launch.triton", "InterpretedKernel")),
 }
 
 

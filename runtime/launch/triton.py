@@ -55,14 +55,14 @@ class TritonKernel:
         if unknown := [name for name in plan.pointers if name not in order]:
             raise PlanError(f"no call gives it the pointer {unknown[0]}", where=plan.kernel_name,
                             allowed=", ".join(order))
-        dtypes = _dtypes(plan)
-        places = [(order.index(name), dtypes[name]) for name in plan.pointers]
+        dtypes, optional = _dtypes(plan), _optional(plan)
+        places = [(order.index(name), dtypes[name], name in optional) for name in plan.pointers]
         values, options = _values(plan, step.values), _options(plan)
         run = self.function[(step.grid_x,)]
 
         def launch(stream: int, addresses: list[int]) -> None:
-            run(*[Pointer(addresses[place], dtype) if addresses[place] else None for place, dtype in places], *values,
-                **options)
+            run(*[None if optional and not addresses[place] else Pointer(addresses[place], dtype)
+                  for place, dtype, optional in places], *values, **options)
         return launch
 
 
@@ -98,14 +98,15 @@ class InterpretedKernel:
 
     def launcher(self, step: Step) -> Callable[..., None]:
         """A function of the tensors by name; None or none is a null pointer."""
-        values, options = _values(self.plan, step.values), _options(self.plan)
+        values, options, optional = _values(self.plan, step.values), _options(self.plan), _optional(self.plan)
         function, first = self.function, {}
         if hasattr(function, "configs"):  # an autotuner, which would time kernels: any of its tiles is right
             function, first = function.fn, function.configs[0].kwargs
 
         def launch(tensors: Mapping[str, Tensor | None], filled: Collection[str] = ()) -> None:
             # Of no elements data_ptr() is null.
-            given = [t if (t := tensors.get(name)) is not None and t.numel() else None for name in self.plan.pointers]
+            given = [None if name in optional and (t is None or not t.numel()) else t
+                     for name in self.plan.pointers for t in (tensors.get(name),)]
             function[(step.grid_x,)](*given, *values, **options, **first)
         return launch
 
@@ -117,6 +118,11 @@ def _dtypes(plan: Plan) -> dict[str, Any]:
     element = DTYPES[str(plan.spec_value("dtype"))].torch_name
     names = {p.name: _TORCH_NAMES.get(p.ctype.rpartition("_")[0], element) for p in plan.params}
     return {name: getattr(torch, names[name]) for name in plan.pointers}
+
+
+def _optional(plan: Plan) -> set[str]:
+    """Pointers for which None is compiled in, where they are null."""
+    return {p.name for p in plan.params if p.may_be_null}
 
 
 def _values(plan: Plan, values: Mapping[str, Number]) -> list[Number]:

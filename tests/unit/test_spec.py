@@ -392,9 +392,9 @@ def test_a_file_may_hold_both_families():
 
 def test_families_are_for_the_targets_that_have_their_feature():
     for family, arch in product(FAMILIES, TARGETS):
-        fits, fields = FAMILIES[family].feature in TARGETS[arch].features, {"flashmla": MLA, "standard": BASE | STANDARD}
+        fits, own = FAMILIES[family].feature in TARGETS[arch].features, {"flashmla": MLA, "standard": BASE | STANDARD}
         try:
-            Spec(**(fields.get(family, BASE) | {"family": family, "arch": arch}))
+            Spec(**(own.get(family, BASE) | {"family": family, "arch": arch}))
             assert fits
         except SpecError as error:
             assert error.where == "Spec.arch" and arch not in error.allowed.split(", ") and not fits
