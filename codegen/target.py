@@ -47,6 +47,11 @@ class Target:
         return self.warp_lanes * self.max_warps_per_sm
 
     @property
+    def capability(self) -> str:
+        """As users know it: 9.0, or gfx942."""
+        return f"{self.cc / 10:.1f}" if self.is_nvidia else self.name
+
+    @property
     def is_nvidia(self) -> bool:
         """Whether NVRTC compiles for it."""
         return self.name.startswith("sm_")

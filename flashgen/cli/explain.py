@@ -68,7 +68,9 @@ def _served(spec: Spec) -> str:
     wanted = Wanted(spec.dtype, spec.head_dim_qk, spec.head_dim_v, spec.causal, spec.window, spec.kv_layout, spec.lse,
                     op=op_of(spec),
                     traits=tuple((trait.option, getattr(spec, trait.option)) for trait in FAMILIES[spec.family].traits))
-    return f"such calls on compute capability {TARGETS[spec.arch].cc / 10:.1f} get {why(wanted, TARGETS[spec.arch].cc)}"
+    target = TARGETS[spec.arch]
+    on = f"compute capability {target.capability}" if target.is_nvidia else target.name
+    return f"such calls on {on} get {why(wanted, target.cc)}"
 
 
 def _registers(spec: Spec) -> int | None:

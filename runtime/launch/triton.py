@@ -107,8 +107,22 @@ class InterpretedKernel:
             # Of no elements data_ptr() is null.
             given = [None if name in optional and (t is None or not t.numel()) else t
                      for name in self.plan.pointers for t in (tensors.get(name),)]
-            function[(step.grid_x,)](*given, *values, **options, **first)
+            wide = [_widened(t) for t in given]
+            function[(step.grid_x,)](*wide, *values, **options, **first)
+            for t, computed in zip(given, wide, strict=True):
+                if t is not None and computed is not None and t is not computed:
+                    t.copy_(computed)
         return launch
+
+
+def _widened(t: Tensor | None) -> Tensor | None:
+    """A bf16 tensor in fp32, of the same strides: the interpreter multiplies bf16 wrongly. Others as they are."""
+    import torch
+
+    if t is None or t.dtype != torch.bfloat16 or not t.numel():
+        return t
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.as_strided((elements,), (1,)).float().as_strided(t.shape, t.stride(), 0)
 
 
 def _dtypes(plan: Plan) -> dict[str, Any]:

@@ -233,8 +233,8 @@ def archs_for(cc: int) -> list[str]:
     """Targets whose cubins run on a device, the closest first; the `a` twin, which can do more, before the other."""
     fitting = [t for t in TARGETS.values() if t.runs_on(cc)]
     if not fitting:
-        raise UnsupportedError(f"compute capability {cc / 10:.1f}",
-                               allowed=", ".join(sorted({f"{t.cc / 10:.1f}" for t in TARGETS.values()})),
+        raise UnsupportedError(f"compute capability {cc / 10:.1f}" if cc < 200 else f"a device of gfx{cc}",
+                               allowed=", ".join(sorted({t.capability for t in TARGETS.values()})),
                                next="flashgen doctor")
     return [t.name for t in sorted(fitting, key=lambda t: (-t.cc, not t.name.endswith("a")))]
 
