@@ -20,7 +20,7 @@ from flashgen.codegen.dtype import DTYPES
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Number, Step
 from flashgen.codegen.source import Source
-from flashgen.errors import EnvironmentError_, PlanError
+from flashgen.errors import CompileError, EnvironmentError_, PlanError
 from flashgen.log import logger
 from flashgen.runtime.launch.driver import device_facts
 
@@ -61,8 +61,11 @@ class TritonKernel:
         run = self.function[(step.grid_x,)]
 
         def launch(stream: int, addresses: list[int]) -> None:
-            run(*[None if optional and not addresses[place] else Pointer(addresses[place], dtype)
-                  for place, dtype, optional in places], *values, **options)
+            try:
+                run(*[None if optional and not addresses[place] else Pointer(addresses[place], dtype)
+                      for place, dtype, optional in places], *values, **options)
+            except Exception as error:  # of Triton's compiler, which has many
+                raise _refused(plan, error) from error
         return launch
 
 
@@ -132,6 +135,16 @@ def _dtypes(plan: Plan) -> dict[str, Any]:
     element = DTYPES[str(plan.spec_value("dtype"))].torch_name
     names = {p.name: _TORCH_NAMES.get(p.ctype.rpartition("_")[0], element) for p in plan.params}
     return {name: getattr(torch, names[name]) for name in plan.pointers}
+
+
+def _refused(plan: Plan, error: Exception) -> Exception:
+    """An error of Triton's as one of ours; others as they are."""
+    if not type(error).__module__.startswith("triton"):
+        return error
+    what = (str(error).splitlines() or [""])[0]
+    return CompileError(f"Triton does not compile it: {type(error).__name__}: {what}", where=plan.kernel_name,
+                        nearest="a smaller tile, fewer stages", details=str(error),
+                        next="flashgen tune SPEC --variant NAME tries tiles")
 
 
 def _optional(plan: Plan) -> set[str]:

@@ -167,7 +167,7 @@ NAMED = {
     "codegen/slots.py": (4, "the family whose skeletons have a slot"),
     "runtime/compile/build.py": (2, "the word standard: output and error"),
     "runtime/launch/engines.py": (1, "the engine of the language"),
-    "runtime/launch/triton.py": (2, "the package, and a folder of its files"),
+    "runtime/launch/triton.py": (3, "the package, and a folder of its files"),
     "runtime/measure/device.py": (2, "a package whose version is noted"),
     "runtime/ops/attention/bench.py": (3, "names of peers"),
     "runtime/ops/attention/flex.py": (1, "the name of a shipped spec"),
@@ -245,7 +245,7 @@ def test_the_registry_is_light():
 
 
 # Lines of codegen and runtime, less the emulator, which has two of many things. It rises with a new operation alone.
-MAX_LINES = 20900
+MAX_LINES = 20960
 
 
 def test_lines():

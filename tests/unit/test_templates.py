@@ -37,6 +37,7 @@ BREACHES = {
     "ptx": ("fa2/fwd.cu.j2", "using Element", 'asm("bar.sync 0;");\nusing Element', "inline PTX"),
     "two instructions": ("include/flashgen/ptx/math.cuh", "  float y;\n", '  float y; asm("");\n', "more than one"),
     "foreign include": ("include/flashgen/mask.cuh", "#pragma once", "#pragma once\n#include <cuda_fp16.h>", "outside"),
+    "python": ("triton/fwd.py.j2", "{% if flags.lse %}", "{% if plan.language == 'py' %}", "bare boolean"),
     "piece": ("fa3/walk/ranges/view.cuh.j2", "", "", "same pieces"),
     "slot opening": ("slots/mask/full.cuh.j2", "// mask: full.", "// full.", "must open"),
 }
