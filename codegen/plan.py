@@ -231,7 +231,7 @@ class Plan:
     @property
     def language(self) -> str:
         """Suffix of its files of text: cu or py."""
-        return self.template.split(".")[1]
+        return "py" if self.template.endswith(".py.j2") else "cu"
 
     @property
     def compiler_options(self) -> tuple[str, ...]:
