@@ -36,7 +36,7 @@ def golden_files() -> dict[str, str]:
         spec = golden_spec(path)
         for kernel in pass_of(spec).kernels:
             plan = lower(spec.with_(**dict(kernel)))
-            files[f"{plan.kernel_name}.cu"] = render(plan).text
+            files[f"{plan.kernel_name}.{plan.language}"] = render(plan).text
             files[f"{plan.kernel_name}.plan.json"] = plan.to_json() + "\n"
     return files
 

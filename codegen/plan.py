@@ -20,7 +20,7 @@ from flashgen.files import Arch, Bytes, Name, between, one_of, spelled
 
 # A plan may come from a file, so its annotations say what a field may hold: Plan.from_json refuses everything else.
 Slot = Annotated[str, spelled(r"[a-z0-9_]{1,80}", "a file name of lower-case letters, digits and _")]
-Template = Annotated[str, spelled(r"[a-z0-9_]{1,80}/[a-z0-9_]{1,80}\.cu\.j2", "FAMILY/NAME.cu.j2")]
+Template = Annotated[str, spelled(r"[a-z0-9_]{1,80}/[a-z0-9_]{1,80}\.(cu|py)\.j2", "FAMILY/NAME.cu.j2 or .py.j2")]
 Warps = Annotated[int, between(0, 32)]           # a block has at most 32
 Arrivals = Annotated[int, between(0, 2**20 - 1)]  # what an mbarrier can count
 BoxSize = Annotated[int, between(1, 256)]        # elements of a copy along one dimension
@@ -83,6 +83,11 @@ class Param:
     ctype: Annotated[str, one_of(CTYPES)]
     about: str  # shape and unit, for the reader of the generated file
 
+    @property
+    def may_be_null(self) -> bool:
+        """Of pointers that no call has to give: their `about` says what null means."""
+        return "null:" in self.about
+
 
 @dataclass(frozen=True)
 class TensorMap:
@@ -134,6 +139,16 @@ class Launch:
     smem_bytes: Bytes
     grid: str  # the rule, in words; the arithmetic is in families/<family>/launch.py
     programmatic: bool = False  # may start while the kernel before it ends; it waits before it reads
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile that a kernel may have, where the first call times several."""
+
+    m: Annotated[int, between(1, 1024)]
+    n: Annotated[int, between(1, 1024)]
+    warps: Warps
+    stages: Annotated[int, between(1, 16)]
 
 
 @dataclass(frozen=True)
@@ -206,6 +221,17 @@ class Plan:
     notes: tuple[str, ...] = ()              # why this tile, who measured it
     allowed_spill_bytes: Bytes = 0
     expressions: tuple[Expression, ...] = ()
+    tried: tuple[Tile, ...] = ()             # tiles of which the first call on a device takes the fastest
+
+    @property
+    def compiles_here(self) -> bool:
+        """Whether its image is a cubin. Else it is the text, which is compiled where it is launched."""
+        return self.language == "cu"
+
+    @property
+    def language(self) -> str:
+        """Suffix of its files of text: cu or py."""
+        return "py" if self.template.endswith(".py.j2") else "cu"
 
     @property
     def compiler_options(self) -> tuple[str, ...]:
@@ -253,8 +279,9 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         raw = dataclasses.asdict(self)
-        if not self.expressions:
-            del raw["expressions"]
+        for name in ("expressions", "tried"):
+            if not raw[name]:
+                del raw[name]
         return raw
 
     def to_json(self) -> str:
@@ -266,7 +293,7 @@ class Plan:
         """What to_json wrote. PlanError, with the field, for any other text: nothing of it is used unchecked."""
         try:
             raw = files.parse_json(text)
-            plan: Plan = files.build({"expressions": [], **raw} if isinstance(raw, dict) else raw, cls)
+            plan: Plan = files.build({"expressions": [], "tried": [], **raw} if isinstance(raw, dict) else raw, cls)
             return plan
         except files.BadFile as err:
             raise PlanError(err.of("a plan"), allowed=err.allowed) from None
@@ -314,8 +341,9 @@ def verify(plan: Plan, target: Target) -> None:
         refuse(f"plan is for {plan.target}, not {target.name}", plan.target)
     launch = plan.launch
     warps = sum(role.warps for role in plan.roles)
-    if 32 * warps != launch.threads:
-        refuse(f"roles ask for {warps} warps = {32 * warps} threads, the launch has {launch.threads}", "equal")
+    if target.warp_lanes * warps != launch.threads:
+        asked_threads = target.warp_lanes * warps
+        refuse(f"roles ask for {warps} warps = {asked_threads} threads, the launch has {launch.threads}", "equal")
     if launch.threads > target.max_threads_per_block:
         refuse(f"{launch.threads} threads per block", f"at most {target.max_threads_per_block} on {target.name}")
     pool = registers_per_thread_max(launch.threads, launch.min_blocks_per_sm, target) * launch.threads

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 BANNER_COLS, EXPRESSION_COLS = 107, 72
+_COMMENTS = {"cu": "//", "py": "#"}
+_ANNOTATIONS = {"i64": ": tl.int64", "i32": ": tl.int32", "f32": ": tl.float32"}  # pointers bring their types
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -37,14 +39,15 @@ def environment(root: Path = TEMPLATES) -> jinja2.Environment:
 
 
 def render(plan: Plan) -> Source:
-    """The CUDA text of a plan with the headers it reaches. Same plan, same bytes. Raises TemplateError."""
+    """The text of a plan with the headers it reaches. Same plan, same bytes. Raises TemplateError."""
     loops = loops_of(plan)
     alternating = any(loop.may_reach_end for loop in loops)
     choices = {**RARE_CHOICES, **dict(plan.slots), "loops": "alternating" if alternating else "in_turn"}
     try:
         template = environment().get_template(plan.template)
         text = template.render(plan=_view(plan), flags=dict.fromkeys(RARE_FLAGS, False) | dict(plan.flags),
-                               kv_loops=loops, **{e.slot: _wrapped(e) for e in plan.expressions},
+                               kv_loops=loops,
+                               **{e.slot: _wrapped(e, _COMMENTS[plan.language]) for e in plan.expressions},
                                **{slot: _pieces(plan.family, slot, choice) for slot, choice in choices.items()
                                   if slot in PIECES},
                                slot_files=[f"slots/{slot}/{choice}.cuh.j2" for slot, choice in plan.slots
@@ -58,7 +61,7 @@ def render(plan: Plan) -> Source:
 
 def source_of(plan: Plan, text: str) -> Source:
     """The text of a plan's kernel as a Source, with the headers it reaches as they are now. Raises TemplateError."""
-    return Source(text=text, entry=plan.variant, file_name=f"{plan.kernel_name}.cu",
+    return Source(text=text, entry=plan.variant, file_name=f"{plan.kernel_name}.{plan.language}",
                   headers=reached_headers(text, _rendered_headers(plan)), arch=plan.target,
                   options=plan.compiler_options)
 
@@ -67,7 +70,7 @@ def source_of(plan: Plan, text: str) -> Source:
 def _pieces(family: str, slot: str, choice: str) -> Mapping[str, str]:
     """Name of a piece -> its template, for `{% include slot.name %}`."""
     folder = TEMPLATES / family / slot / choice
-    return {path.name.removesuffix(".cuh.j2"): path.relative_to(TEMPLATES).as_posix() for path in folder.glob("*.j2")}
+    return {path.name.partition(".")[0]: path.relative_to(TEMPLATES).as_posix() for path in folder.glob("*.j2")}
 
 
 def plan_and_source(spec: Spec) -> tuple[Plan, Source]:
@@ -86,6 +89,15 @@ def _view(plan: Plan) -> dict[str, object]:
     view["kernel_name"] = plan.kernel_name
     view["params_bytes"] = plan.params_bytes()
     view["banner"] = _banner(plan)
+    if plan.language == "py":
+        # `reads`: what masks and scores may read, in lines. `batched`: tensors with a stride for sequences. Strides
+        # and pointers are what Triton compiles anew for, where 16 divides them.
+        view["arguments"] = [{"text": p.name + _ANNOTATIONS.get(p.ctype, ""), "about": p.about} for p in plan.params]
+        numbers = [p.name for p in plan.params if p.name.startswith("user_") or p.ctype in ("i32", "f32", "f32_sum")]
+        view["reads"] = textwrap.wrap(", ".join(numbers) + ",", BANNER_COLS - 10)
+        of_batch = "_batch_stride"
+        view["batched"] = [p.name.removesuffix(of_batch) for p in plan.params if p.name.endswith(of_batch)]
+        view["unspecialized"] = [p.name for p in plan.params if p.ctype in ("i32", "f32")]
     view["params"] = [{"cuda_type": kind, "names": ", ".join(p.name for p in params), "about": about}
                       for (kind, about, _), params in itertools.groupby(plan.params, _line_of)]
     first = itertools.accumulate((b.count for b in plan.barriers), initial=0)
@@ -94,8 +106,8 @@ def _view(plan: Plan) -> dict[str, object]:
     return view
 
 
-def _wrapped(expression: Expression) -> Expression:
-    """With its texts broken into lines: CUDA wherever there is a space, and the comment behind `//`."""
+def _wrapped(expression: Expression, comment: str) -> Expression:
+    """With its texts broken into lines: code wherever there is a space, and the comment behind its sign."""
     def code(text: str) -> str:
         return ("\n" + 10 * " ").join(textwrap.wrap(text, EXPRESSION_COLS, break_long_words=False,
                                                    break_on_hyphens=False))
@@ -105,7 +117,7 @@ def _wrapped(expression: Expression) -> Expression:
 
     e = expression
     return replace(
-        e, about=code(e.about).replace("\n", "\n//"),
+        e, about=code(e.about).replace("\n", f"\n{comment}"),
         uniform=parts(e.uniform), row=parts(e.row), column=parts(e.column),
         rest=code(e.rest), whole=code(e.whole), slope=code(e.slope), tile_class=code(e.tile_class),
         class_rows=parts(e.class_rows),

@@ -108,6 +108,8 @@ PIECES: dict[str, tuple[str, ...]] = {
     "slopes": ("times_p", "times_ds", "times_ds_alone"),  # fa2, backward: what is multiplied by the score's slope
     "steps": ("ranges", "classes"),       # fa2, backward: tiles of queries are a range, or are found by their class
     "p_precision": ("fp32", "element"),   # fa3, backward, wide heads: of the P that dS is made of
+    "positions": tuple(LAYOUTS),          # triton: where a block stands, and its tensors
+    "visible": ("full", "causal", "window", "expression"),  # triton: the mask, and loops over what it lets through
     "dropout": ("none", "philox"),        # fa2, backward: all of P is multiplied with dO, or what dropout keeps
 }
 

@@ -35,7 +35,7 @@ class Device:
 @dataclass(frozen=True)
 class Target:
     name: str                      # as NVRTC spells it: --gpu-architecture=<name>
-    cc: int                        # compute capability, 10 * major + minor
+    cc: int                        # compute capability, 10 * major + minor; of gfx targets the number in the name
     smem_per_block_bytes: int      # opt-in maximum of dynamic shared memory per block
     smem_per_sm_bytes: int
     max_warps_per_sm: int
@@ -45,15 +45,26 @@ class Target:
     regs_per_sm: int = 65536
     regs_per_thread: int = 255
     max_threads_per_block: int = 1024
+    warp_lanes: int = 32
 
     def __post_init__(self) -> None:
         assert self.smem_per_block_bytes + SMEM_RESERVED_PER_BLOCK_BYTES <= self.smem_per_sm_bytes, self
-        assert self.cc == int(self.name.removeprefix("sm_").rstrip("af")), self
+        assert self.cc == int(self.name.removeprefix("sm_").removeprefix("gfx").rstrip("af")), self
         assert self.features <= FEATURES.keys(), self.features - FEATURES.keys()
 
     @property
     def max_threads_per_sm(self) -> int:
-        return 32 * self.max_warps_per_sm
+        return self.warp_lanes * self.max_warps_per_sm
+
+    @property
+    def capability(self) -> str:
+        """As users know it: 9.0, or gfx942."""
+        return f"{self.cc / 10:.1f}" if self.is_nvidia else self.name
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether NVRTC compiles for it."""
+        return self.name.startswith("sm_")
 
     def runs_on(self, cc: int) -> bool:
         """Whether a cubin of this target loads on a device of compute capability `cc` (10 * major + minor).
@@ -73,8 +84,9 @@ FEATURES: dict[str, str] = {
     "tma": "cp.async.bulk.tensor and mbarrier transactions",
     "wgmma": "wgmma.mma_async and setmaxnreg",
     "tcgen05": "tcgen05.mma",
+    "triton": "Triton's compiler",
 }
-_AMPERE = frozenset({"cp_async", "ldmatrix", "mma_sync"})
+_AMPERE = frozenset({"cp_async", "ldmatrix", "mma_sync", "triton"})
 _ADA = _AMPERE | {"mma_fp8"}
 _HOPPER = _ADA | {"tma"}
 
@@ -83,6 +95,7 @@ A10 = Device("A10", 72, 125.0, 600.0, 6, 24)
 L40S = Device("L40S", 142, 362.0, 864.0, 96, 48)
 H200 = Device("H200-SXM", 132, 989.4, 4800.0, 50, 141)
 B200 = Device("B200", 148, 2250.0, 8000.0, 126, 180)
+MI300X = Device("MI300X", 304, 1307.4, 5300.0, 256, 192)  # its Infinity Cache stands in for L2
 RTX5090 = Device("RTX 5090", 170, 209.5, 1792.0, 96, 32)
 
 TARGETS: dict[str, Target] = {
@@ -95,5 +108,7 @@ TARGETS: dict[str, Target] = {
         Target("sm_90a", 90, 227 * KIB, 228 * KIB, 64, 32, _HOPPER | {"wgmma"}, H200),
         Target("sm_100a", 100, 227 * KIB, 228 * KIB, 64, 32, _HOPPER | {"tcgen05"}, B200),
         Target("sm_120", 120, 99 * KIB, 100 * KIB, 48, 24, _HOPPER, RTX5090),
+        # AMD Instinct MI300 ISA, "Hardware": 64 KiB of LDS and 2048 threads in wavefronts of 64 for each compute unit.
+        Target("gfx942", 942, 63 * KIB, 64 * KIB, 32, 32, frozenset({"triton"}), MI300X, 131072, 512, 1024, 64),
     )
 }

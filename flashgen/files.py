@@ -64,15 +64,16 @@ def one_of(values: Collection[object]) -> Rule:
     return Rule(", ".join(map(str, values)), lambda value: value in values)
 
 
-def with_keys(names: Collection[str]) -> Rule:
-    """For a dict: exactly these keys."""
-    return Rule("an object with " + ", ".join(names), lambda value: value.keys() == set(names))
+def with_keys(*names: Collection[str]) -> Rule:
+    """For a dict: exactly these keys, or exactly those."""
+    return Rule("an object with " + ", or ".join(", ".join(each) for each in names),
+                lambda value: any(value.keys() == set(each) for each in names))
 
 
 Bytes = Annotated[int, between(0, 2**31 - 1)]
 Count = Annotated[int, between(0, 2**31 - 1)]
 Name = Annotated[str, spelled(r"[A-Za-z_][A-Za-z0-9_]{0,199}", "a C identifier of at most 200 characters")]
-Arch = Annotated[str, spelled(r"sm_[0-9]{2,3}[a-z]?", "the name of a target, as sm_90a")]
+Arch = Annotated[str, spelled(r"sm_[0-9]{2,3}[a-z]?|gfx[0-9]{3,4}", "the name of a target, as sm_90a")]
 Sha256 = Annotated[str, spelled(r"[0-9a-f]{64}", "64 hexadecimal digits")]
 
 

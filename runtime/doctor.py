@@ -119,13 +119,14 @@ def _compiler() -> Iterator[Finding]:
     if "error" in found:
         yield Finding("nvrtc", "fail", found["error"], found["next"], "build")
         return
-    absent = [name for name, target in TARGETS.items() if target.cc not in found["archs"]]
+    ours = {name: target for name, target in TARGETS.items() if target.is_nvidia}
+    absent = [name for name, target in ours.items() if target.cc not in found["archs"]]
     detail = f"{found['nvrtc']}, cuda-bindings {_version('cuda-bindings')}"
     if absent:
         yield Finding("nvrtc", "warn", f"{detail}; does not compile for {', '.join(absent)}",
                       "pip install a newer nvidia-cuda-nvrtc, or leave those targets out with --arch")
     else:
-        yield Finding("nvrtc", "ok", f"{detail}; compiles for all of {', '.join(TARGETS)}")
+        yield Finding("nvrtc", "ok", f"{detail}; compiles for all of {', '.join(ours)}")
 
 
 def _specs() -> Iterator[Finding]:

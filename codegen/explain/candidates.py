@@ -268,6 +268,9 @@ def _blame(found: Estimate) -> str:
 
 
 def estimate(plan: Plan, spec: Spec, shapes: Sequence[Shape]) -> Estimate:
+    """The same for all plans that another compiler makes threads and memory of: the model knows nothing of these."""
+    if not plan.compiles_here:
+        return Estimate(1.0, 1.0, "unknown", 1.0, 1.0)
     found = [_clocks(plan, spec, shape) for shape in shapes]
     totals: dict[str, float] = {}
     for units, idle, _ in found:
@@ -310,7 +313,7 @@ def _units(plan: Plan, spec: Spec, shape: Shape, tiles: TileCounts) -> Mapping[s
         read = rows * columns_qk + n * columns
     else:
         readers = next(role.warps for role in plan.roles if role.name == "mma")
-        read = readers * n * columns + (m * columns_qk if dict(plan.flags)["q_in_shared"] else 0)
+        read = readers * n * columns + (m * columns_qk if dict(plan.flags).get("q_in_shared") else 0)
     written = trips * n * (plan.constant("SMEM_COLS_QK") + plan.constant("SMEM_COLS_V"))
     smem_elements = scores / (rows * n) * read + written
     once = _heads(shape) * shape.seqlen_q * (spec.head_dim_qk + spec.head_dim_v)

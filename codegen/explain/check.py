@@ -143,13 +143,19 @@ def _text(c: Check) -> Iterator[str]:
         if tree is not None:
             yield from _expression(c, kind, tree)
     if not trees:
-        yield f"  no expressions; mask {dict(c.plan.slots)['mask']}"
+        yield f"  no expressions; mask {_mask(c.plan)}"
     if c.spec.normalize == NONE:
         yield "  P is the scores themselves: no softmax, no lse"
     if c.tiles is None:
         yield "  a window's bounds come with each call: flashgen explain --problem window=1023,0 counts"
     else:
         yield from _tiles(c.tiles, c.pairs)
+
+
+def _mask(plan: Plan) -> str:
+    """The choice of the slot that holds the mask, whose name is a language's."""
+    slots = dict(plan.slots)
+    return slots.get("mask") or slots["visible"]
 
 
 def _expression(c: Check, kind: str, tree: Expr) -> Iterator[str]:
@@ -166,7 +172,7 @@ def _expression(c: Check, kind: str, tree: Expr) -> Iterator[str]:
     scope = [node for node in dict.fromkeys(n.name for n in walk(tree) if isinstance(n, Name) and n.kind == "scope")]
     yield f"  reads {', '.join(f'{name} ({SCOPE[name]})' for name in scope) or 'no position'}"
     if kind == "mask":
-        yield f"  served by {_SERVED[dict(c.plan.slots)['mask']]}"
+        yield f"  served by {_SERVED[_mask(c.plan)]}"
     for expression in c.plan.expressions:
         if expression.slot == kind:
             yield from _cuda(expression)

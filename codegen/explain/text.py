@@ -178,6 +178,9 @@ def _roles(e: Counts) -> Iterator[str]:
 
 def _smem(e: Counts) -> Iterator[str]:
     plan, target = e.plan, e.target
+    if not plan.compiles_here:
+        yield "registers and shared memory: as the compiler has it that runs at the first launch"
+        return
     used, limit = plan.launch.smem_bytes, target.smem_per_block_bytes
     yield f"shared memory of a block: {used} of {limit} bytes"
     width = max((len(region.name) for region in plan.smem), default=0) + 2

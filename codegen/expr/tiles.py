@@ -1,4 +1,5 @@
-"""What a mask lets through of a whole tile, as CUDA text: the mask over intervals (include/flashgen/span.cuh).
+"""What a mask lets through of a whole tile, as text of CUDA (include/flashgen/span.cuh) or of Triton
+(templates/triton/spans.py.j2), which have functions of the same names: the mask over intervals.
 
 A kernel asks it of thousands of tiles, one per lane, and has to be quick. The answer is certain where it says all or
 nothing. spans.py computes the same in Python.
@@ -8,32 +9,45 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from flashgen.codegen.expr.cuda import PARAM_PREFIX, to_cuda
+from flashgen.codegen.expr import cuda, triton
 from flashgen.codegen.expr.tree import Const, Expr, Index, Name, Op, walk
 
-_SPANS = {"q_pos": "rows.q_span", "kv_pos": "kv_span"}
+_SPANS = {"q_pos": "q_span", "kv_pos": "kv_span"}
 _PACKED = ("total_q", "total_kv")
 
 
 @dataclass(frozen=True)
+class Dialect:
+    """A language that expressions are printed in."""
+
+    text: Callable[[Expr, Mapping[str, str]], str]
+    params: str  # what names of parameters begin with
+    rows: str    # what names of parts begin with that hang on rows alone
+
+
+CUDA = Dialect(cuda.to_cuda, cuda.PARAM_PREFIX, "rows.")
+TRITON = Dialect(triton.to_triton, triton.PARAM_PREFIX, "")
+
+
+@dataclass(frozen=True)
 class TileClass:
-    """`text`: a C++ expression over rows.q_span, kv_span and names, of bits VISIBLE and MASKED. It reads members
-    of `rows`: (type, name, text) of parts that read tensors and hang on no key, worked out once for some rows."""
+    """`text`: an expression over q_span (in CUDA of `rows`), kv_span and names, of bits VISIBLE and MASKED. It reads
+    `rows`: (type, name, text) of parts that read tensors and hang on no key, worked out once for some rows."""
 
     text: str
     rows: tuple[tuple[str, str, str], ...]
 
 
-def tile_class(mask: Expr, names: Mapping[str, str]) -> TileClass:
-    """Of a canonical mask; `names` as for to_cuda."""
-    printer = _Printer(names)
+def tile_class(mask: Expr, names: Mapping[str, str], dialect: Dialect = CUDA) -> TileClass:
+    """Of a canonical mask; `names` as for the dialect's printer."""
+    printer = _Printer(names, dialect)
     text = printer.truth(mask)
     return TileClass(text, tuple((kind, name, part) for part, (kind, name) in printer.rows.items()))
 
 
 class _Printer:
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self.names = names
+    def __init__(self, names: Mapping[str, str], dialect: Dialect) -> None:
+        self.names, self.dialect = names, dialect
         self.rows: dict[str, tuple[str, str]] = {}  # text: (type, name)
         self.inside = False  # of such a part
 
@@ -53,13 +67,13 @@ class _Printer:
         text = make(tree)
         self.inside = False
         _, name = self.rows.setdefault(text, (kind, f"part_{len(self.rows)}"))
-        return f"rows.{name}"
+        return self.dialect.rows + name
 
     def make_truth(self, tree: Expr) -> str:
         if isinstance(tree, Const):
             return "VISIBLE" if tree.value else "MASKED"
         if not _reads_positions(tree):
-            return f"truth_of({to_cuda(tree, self.names)})"
+            return f"truth_of({self.dialect.text(tree, self.names)})"
         if isinstance(tree, Index):
             return f"truth_of_elements({self.elements(tree)})"
         assert isinstance(tree, Op)
@@ -78,9 +92,9 @@ class _Printer:
 
     def make_span(self, tree: Expr) -> str:
         if not _reads_positions(tree):
-            return f"span_of({to_cuda(tree, self.names)})"
+            return f"span_of({self.dialect.text(tree, self.names)})"
         if isinstance(tree, Name):
-            return _SPANS[tree.name]
+            return (self.dialect.rows if tree.name == "q_pos" else "") + _SPANS[tree.name]
         if isinstance(tree, Index):
             return f"{'span_of_sorted' if tree.param.sorted else 'span_of_elements'}({self.elements(tree)})"
         assert isinstance(tree, Op)
@@ -101,7 +115,7 @@ class _Printer:
         """Arguments: the tensor, its rows (0 to 0 for one dimension), its columns, the length of a row."""
         spans = [self.places(arg, dim) for arg, dim in zip(tree.args, tree.param.shape, strict=True)]
         rows = spans[0] if len(spans) == 2 else "span_of(0)"
-        return f"{PARAM_PREFIX}{tree.param.name}, {rows}, {spans[-1]}, {self.size(tree.param.shape[-1])}"
+        return f"{self.dialect.params}{tree.param.name}, {rows}, {spans[-1]}, {self.size(tree.param.shape[-1])}"
 
     def places(self, arg: Expr, dim: str | int) -> str:
         span = self.span(arg)

@@ -104,6 +104,8 @@ class Family:
     needs_maps: bool = False             # its kernels read q, k and v through tensor maps
     named_only: bool = False             # no look-up chooses it, of shipped specs or of bundles: a call names its spec
     emulated: bool = False               # it serves calls on CPU tensors that name no spec
+    engine: str = "cuda"                 # what its text is for: a row of runtime/launch/engines.py
+    fallback: bool = False               # it serves calls that name no spec where no other family has the device
     trace_depth: int = 1                 # calls from its kernels' bodies to the statements that tell what happens
     generation: int = 0                  # its place in the lineage of attention, the oldest first; 0: not said
     story: str = ""                      # what it brought, in a line

@@ -11,6 +11,7 @@ from flashgen.codegen.families.family import Family, Pass
 from flashgen.codegen.families.flashmla.family import FLASHMLA
 from flashgen.codegen.families.shared.loops import KvLoop
 from flashgen.codegen.families.standard.family import STANDARD
+from flashgen.codegen.families.triton.family import TRITON
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.program import Program
 from flashgen.codegen.target import TARGETS, Target
@@ -19,7 +20,7 @@ from flashgen.errors import PlanError
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (FA2, FA3, FLASHMLA, STANDARD, FA1)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (FA2, FA3, FLASHMLA, STANDARD, FA1, TRITON)}
 DEFAULT = next(family.name for family in FAMILIES.values() if family.default)
 
 
@@ -70,6 +71,12 @@ def by_generation(op: str) -> tuple[Family, ...]:
     """The families that answer an operation, the oldest first; behind them those that do not say, the slowest first."""
     found = (family for family in FAMILIES.values() if op in family.by_op)
     return tuple(sorted(found, key=lambda family: (not family.generation, family.generation, -family.rank)))
+
+
+def served_unasked(archs: list[str], op: str) -> bool:
+    """Whether calls on these targets that name no spec have a family beside fallbacks, whatever it takes of them."""
+    return any(not family.fallback and set(archs) & set(targets_of(family.name))
+               for family in fastest_first(op, unasked=True))
 
 
 def lower(spec: Spec, target: Target | None = None) -> Plan:

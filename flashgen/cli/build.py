@@ -135,7 +135,7 @@ def _smem_bytes(result: BuildResult) -> int | None:
 
 
 def _cells(result: BuildResult) -> tuple[Any, ...]:
-    r = result.resources
+    r = result.resources if result.entry and result.entry.plan.compiles_here else None
     figures = (r.registers, r.spill_store_bytes + r.spill_load_bytes, _smem_bytes(result), r.code_bytes) if r else (
         "", "", "", "")
     return (result.variant, result.arch, *figures, f"{result.seconds:.2f}",
@@ -152,6 +152,8 @@ def _rows(results: list[BuildResult]) -> list[str | Table]:
     variant, arch, registers, spills, smem, code, seconds, state = _cells(results[0])
     if results[0].error:
         return []
+    if registers == "":
+        return [f"{variant}.{arch}: {state} in {seconds} s", "  source alone: it is compiled where it is launched"]
     return [f"{variant}.{arch}: {state} in {seconds} s",
             f"  {registers} registers, {spills} spilled bytes, {smem} bytes of shared memory, {code} bytes of code"]
 

@@ -56,7 +56,7 @@ def _launched(explanation: Explanation) -> str:
 
 def _served(spec: Spec) -> str:
     """Which kernel a call of the operation takes, of those that this one serves, and why not one of a faster family."""
-    from flashgen.codegen.families.registry import FAMILIES, op_of
+    from flashgen.codegen.families.registry import FAMILIES, op_of, pass_of
     from flashgen.codegen.target import TARGETS
     from flashgen.runtime.select.lookup import why
     from flashgen.runtime.select.selector import Wanted, selector
@@ -65,10 +65,14 @@ def _served(spec: Spec) -> str:
         return "flashgen.mla_decode takes it by dtype, head_dim_qk, kv_layout and page size"
     if selector(spec.fields(), spec.arch).score != "none":
         return "no call gets it unasked: flashgen.attention(..., spec=..., params=...)"
+    if FAMILIES[spec.family].fallback:  # calls ask every family for the first of their kernels
+        spec = spec.with_(**dict(pass_of(spec).kernels[0]))
     wanted = Wanted(spec.dtype, spec.head_dim_qk, spec.head_dim_v, spec.causal, spec.window, spec.kv_layout, spec.lse,
                     op=op_of(spec),
                     traits=tuple((trait.option, getattr(spec, trait.option)) for trait in FAMILIES[spec.family].traits))
-    return f"such calls on compute capability {TARGETS[spec.arch].cc / 10:.1f} get {why(wanted, TARGETS[spec.arch].cc)}"
+    target = TARGETS[spec.arch]
+    on = f"compute capability {target.capability}" if target.is_nvidia else target.name
+    return f"such calls on {on} get {why(wanted, target.cc)}"
 
 
 def _registers(spec: Spec) -> int | None:
@@ -86,4 +90,4 @@ def _registers(spec: Spec) -> int | None:
             entry = Cache().get(plan, render(plan))
     except EnvironmentError_:
         return None
-    return entry.cubin.resources.registers if entry else None
+    return entry.cubin.resources.registers or None if entry else None

@@ -50,7 +50,7 @@ class BuildFolder:
     def __init__(self, path: Path | str) -> None:
         """`path` need not exist. Nothing is written yet. BundleError if it cannot become a build folder."""
         self.path = Path(path).resolve()
-        self._hidden = self.path / HIDDEN
+        self._hidden, self._languages = self.path / HIDDEN, dict[str, str]()
         _check_name(str(self.path))
         taken = self.path.exists() and not self._hidden.is_dir()
         if taken and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -67,7 +67,8 @@ class BuildFolder:
         calls, or if ninja cannot spell a name.
         """
         kernels = one_per_selector(kernels)
-        names = sorted(kernel.plan.kernel_name for kernel in kernels)
+        self._languages = {kernel.plan.kernel_name: kernel.plan.language for kernel in kernels}
+        names = sorted(self._languages)
         edges = _edges(self, names, [path.resolve() for path in specs], options, jobs)
         self._hidden.mkdir(parents=True, exist_ok=True)  # first: it says whose folder this is
         since_ns = time.time_ns() if since_ns is None else since_ns
@@ -90,8 +91,9 @@ class BuildFolder:
 
     def put(self, entry: Entry) -> None:
         """Write a compiled kernel: its cubin, and its row of the manifest."""
-        cubin, row = self.products(entry.plan.kernel_name)
-        self._write(cubin, kernel_files(entry)["cubin"])
+        *cubins, row = self.products(entry.plan.kernel_name)
+        for cubin in cubins:
+            self._write(cubin, kernel_files(entry)["cubin"])
         self._write(row, json.dumps(row_of(entry), sort_keys=True).encode())
 
     def compile(self, name: str, cache: Cache) -> None:
@@ -113,7 +115,7 @@ class BuildFolder:
         """Make the folder a bundle: all its kernels are compiled. BundleError if a row is missing or damaged."""
         rows = []
         for name in self.kernels():
-            path = self.products(name)[1]
+            path = self.products(name)[-1]
             try:
                 rows.append(parse_json(read_file(path)))
                 build(rows[-1], Row)
@@ -125,11 +127,17 @@ class BuildFolder:
 
     def sources(self, name: str) -> tuple[Path, Path, Path]:
         """The files of a kernel's text, plan and key."""
-        return self.path / f"{name}.cu", self.path / f"{name}.plan.json", self._hidden / f"{name}.key"
+        text = self.path / f"{name}.{self._language(name)}"
+        return text, self.path / f"{name}.plan.json", self._hidden / f"{name}.key"
 
-    def products(self, name: str) -> tuple[Path, Path]:
-        """The files of a kernel's cubin and of its row in the manifest."""
-        return self.path / f"{name}.cubin", self._hidden / f"{name}.row.json"
+    def products(self, name: str) -> tuple[Path, ...]:
+        """The files of a kernel's cubin, where it has one, and of its row in the manifest."""
+        cubins = (self.path / f"{name}.cubin",) if self._language(name) == "cu" else ()
+        return *cubins, self._hidden / f"{name}.row.json"
+
+    def _language(self, name: str) -> str:
+        """Of a kernel's text: of the kernels that are being written, else of those that are here."""
+        return self._languages.get(name) or ("py" if (self.path / f"{name}.py").exists() else "cu")
 
     def _write(self, path: Path, data: bytes, time_ns: int | None = None) -> None:
         if _holds(path, data):
@@ -183,10 +191,12 @@ def _edges(here: BuildFolder, names: list[str], specs: Sequence[Path], options: 
     out.build(str(folder / EDGES), f"sources_{own}", implicit=_paths([*specs, *_origins()]),
               implicit_outputs=_paths(sources), variables={"what": f"sources of {len(names)} kernels"})
     for batch in _batches(names, jobs):
-        cubins, rows = zip(*map(here.products, batch), strict=True)
+        made = [here.products(name) for name in batch]
         what = f"compile {batch[0]}" + (f" and {len(batch) - 1} more" if len(batch) > 1 else "")
-        out.build(_paths(cubins), f"compile_{own}", _paths(path for name in batch for path in here.sources(name)),
-                  implicit_outputs=_paths(rows), variables={"kernels": " ".join(batch), "what": what})
+        out.build(_paths(paths[0] for paths in made), f"compile_{own}",
+                  _paths(path for name in batch for path in here.sources(name)),
+                  implicit_outputs=_paths(path for paths in made for path in paths[1:]),
+                  variables={"kernels": " ".join(batch), "what": what})
     products = [path for name in names for path in here.products(name)]
     out.build(str(folder / MANIFEST), f"bundle_{own}", _paths(products), variables={"what": MANIFEST})
     return _text(out)

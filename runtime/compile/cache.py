@@ -32,6 +32,7 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.source import Source
 from flashgen.errors import CompileError, UnsupportedError
 from flashgen.files import BadFile
+from flashgen.runtime.compile.cubin import as_text
 from flashgen.runtime.compile.entry import (
     FILES,
     META,
@@ -66,9 +67,10 @@ class CacheItem:
 
 def cache_key(source: Source, plan: Plan) -> str:
     """Hash (sha256, hex) of all that NVRTC sees and all that the launch is derived from."""
+    options, version = (compile_options(source), nvrtc_version()) if plan.compiles_here else ((), None)
     seen = {"schema": SCHEMA, "text": source.text, "entry": source.entry, "file": source.file_name,
-            "headers": source.headers, "arch": source.arch, "options": compile_options(source),
-            "nvrtc": nvrtc_version(), "plan": plan.to_json()}
+            "headers": source.headers, "arch": source.arch, "options": options, "nvrtc": version,
+            "plan": plan.to_json()}
     return hashlib.sha256(canonical(seen)).hexdigest()
 
 
@@ -198,7 +200,7 @@ class Cache:
                 warnings.warn(f"flashgen: the cache entry of {plan.kernel_name} is damaged ({err}); rebuilding it "
                               f"{where}; key {key}", RuntimeWarning, stacklevel=4)
             try:
-                cubin = compile_source(source, plan=plan)
+                cubin = compile_source(source, plan=plan) if plan.compiles_here else as_text(source.text)
             except CompileError as err:
                 raise self._with_text_kept(err, source) from err
             entry = Entry(key, cubin, plan, source.text, None, False)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ def need_device(purpose: str, nearest: str) -> None:
 
     Commands ask this before they import torch, which takes seconds.
     """
+    if os.path.exists("/dev/kfd"):  # ROCm's: torch will say what there is
+        return
     try:
         trouble = "" if check(api().cuDeviceGetCount()) else "the driver sees none"
     except EnvironmentError_ as err:
@@ -72,13 +75,28 @@ def need_device(purpose: str, nearest: str) -> None:
 class DeviceFacts:
     index: int
     name: str
-    cc: int  # 10 * major + minor
+    cc: int  # 10 * major + minor; as Target.cc
     num_sms: int
+
+
+def of_another_vendor() -> bool:
+    """Whether what torch calls CUDA is another vendor's: then there is no CUDA driver, and torch alone is asked."""
+    torch = sys.modules.get("torch")
+    return torch is not None and getattr(torch.version, "hip", None) is not None
+
+
+def _facts_by_torch(index: int) -> DeviceFacts:
+    """Of a device of ROCm, whose number is that of its target: 942 of gfx942:sramecc+:xnack-."""
+    properties = sys.modules["torch"].cuda.get_device_properties(index)
+    name = properties.gcnArchName.partition(":")[0].removeprefix("gfx")
+    return DeviceFacts(index, properties.name, int(name) if name.isdigit() else 0, properties.multi_processor_count)
 
 
 @functools.cache
 def device_facts(index: int) -> DeviceFacts:
     """Facts of the device that torch calls cuda:<index>."""
+    if of_another_vendor():
+        return _facts_by_torch(index)
     cuda, attributes = api(), api().CUdevice_attribute
     device = check(cuda.cuDeviceGet(index), f"cuda:{index}")
 
@@ -96,6 +114,8 @@ def adopt_context(index: int) -> None:
     torch binds a thread with the first call that needs the device, and asking for a stream is none. On a thread of
     autograd, a launch of ours can come before any of torch's.
     """
+    if of_another_vendor():
+        return
     cuda = api()
     if not int(check(cuda.cuCtxGetCurrent())):
         device = check(cuda.cuDeviceGet(index), f"cuda:{index}")

@@ -13,7 +13,8 @@ from flashgen.errors import PlanError
 from flashgen.runtime.launch.kernel import pack_params
 from flashgen.runtime.launch.tensor_map import ELEMENTS, map_shapes
 
-MOST_BLOCKS = 4  # of one query on one SM: a kernel may have a block for each 64 rows of a tile, which has at most 256
+# Packed sequences set one tile aside, and a backward's postprocess has up to four groups of rows for each tile.
+MOST_BLOCKS = 8
 
 
 def check_launch(plan: Plan) -> None:

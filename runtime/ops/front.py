@@ -22,7 +22,7 @@ from flashgen.codegen.families.registry import pass_of
 from flashgen.codegen.program import Program
 from flashgen.errors import UnsupportedError
 from flashgen.log import CHATTER, logger
-from flashgen.runtime.launch.driver import adopt_context, api
+from flashgen.runtime.launch.driver import adopt_context, api, of_another_vendor
 from flashgen.runtime.launch.kernel import Kernel
 from flashgen.runtime.launch.program import bind
 from flashgen.runtime.ops.arguments import RAW_ERRORS, flag, require_tensors, same
@@ -150,7 +150,8 @@ def kernel_for(wanted: Wanted, device: torch.device, sizes: Sizes | None = None)
     """The kernel that serves a call on a device. `sizes` may make one of several the better choice."""
     if device.type == "cpu":
         return registry.kernel(wanted if sizes is None else registry.for_sizes(wanted, EMULATED, sizes), EMULATED)
-    api()  # refuses a fork by name, before torch and the driver meet it
+    if not of_another_vendor():
+        api()  # refuses a fork by name, before torch and the driver meet it
     with torch.cuda.device(device):
         adopt_context(device.index)
         return registry.kernel(wanted if sizes is None else registry.for_sizes(wanted, device.index, sizes),

@@ -1,6 +1,6 @@
 """A bundle: a folder of compiled kernels with a manifest, served without NVRTC, Jinja or pyelftools.
 
-    <variant>.<arch>.cubin  .cu  .plan.json     for each kernel
+    <variant>.<arch>.cubin  .cu  .plan.json     for each kernel; of Triton .py and .plan.json
     manifest.json                               schema, and per kernel its selector, ABI digest, resources, checksums
 
 The checksums find damage; they do not prove who made a bundle. Whoever puts a folder on FLASHGEN_BUNDLE_PATH
@@ -36,7 +36,7 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20  # a kernel takes about 2 KiB of it
 _KIND = "flashgen bundle"
 _STAGING_PREFIX = ".flashgen-bundle-"
-_SUFFIXES = ("cubin", "cu", "plan.json")
+_SUFFIXES = {"cu": ("cubin", "cu", "plan.json"), "py": ("py", "py", "plan.json")}  # of image, text and plan
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,12 @@ class Row:
     nvrtc: str
     options: tuple[str, ...]
     resources: Resources
-    files: Annotated[dict[str, FileFacts], with_keys(_SUFFIXES)]
+    files: Annotated[dict[str, FileFacts], with_keys(*_SUFFIXES.values())]
+
+    @property
+    def image(self) -> str:
+        """The suffix of what is loaded."""
+        return "cubin" if "cubin" in self.files else "py"
 
     def file(self, suffix: str) -> str:
         return f"{self.variant}.{self.arch}.{suffix}"
@@ -131,12 +136,12 @@ class Bundle:
         return self._rows[selector].resources
 
     def get(self, selector: Selector) -> tuple[Plan, bytes] | None:
-        """(plan, cubin image), None if the bundle has no such kernel. BundleError if its files are damaged."""
+        """(plan, image), None if the bundle has no such kernel. BundleError if its files are damaged."""
         row = self._rows.get(selector)
         if row is None:
             return None
         if selector not in self._loaded:
-            self._loaded[selector] = self._plan(row), self._file(row, "cubin")
+            self._loaded[selector] = self._plan(row), self._file(row, row.image)
         return self._loaded[selector]
 
     def _plan(self, row: Row) -> Plan:
@@ -148,6 +153,8 @@ class Bundle:
             if (plan.variant, plan.target, served) != (row.variant, row.arch, row.selector):
                 raise BadFile(f"is the plan of {plan.kernel_name}, which serves {served}",
                               allowed=f"{row.variant}.{row.arch}, which serves {row.selector}")
+            if row.image != _SUFFIXES[plan.language][0]:
+                raise BadFile(f"is the plan of a text of .{plan.language}", allowed=f"of a kernel with .{row.image}")
             if plan.target not in TARGETS:
                 raise BadFile(f"is for {plan.target}", allowed=", ".join(TARGETS))
             verify(plan, TARGETS[plan.target])
@@ -213,7 +220,8 @@ def one_per_selector(kernels: Iterable[_Keyed]) -> list[_Keyed]:
 
 def kernel_files(entry: Entry) -> dict[str, bytes]:
     """The contents of a kernel's files, by suffix."""
-    return dict(zip(_SUFFIXES, (entry.cubin.image, entry.text.encode(), entry.plan.to_json().encode()), strict=True))
+    contents = entry.cubin.image, entry.text.encode(), entry.plan.to_json().encode()
+    return dict(zip(_SUFFIXES[entry.plan.language], contents, strict=True))
 
 
 def row_of(entry: Entry) -> dict[str, Any]:
@@ -238,7 +246,7 @@ def _check_replaceable(out: Path) -> None:
         names = {path.name for path in out.iterdir()}
         try:
             rows = _read_manifest(out)["kernels"] if names else []
-            known = {MANIFEST, *(f"{row['variant']}.{row['arch']}.{suffix}" for row in rows for suffix in _SUFFIXES)}
+            known = {MANIFEST, *(f"{row['variant']}.{row['arch']}.{suffix}" for row in rows for suffix in row["files"])}
             if names - known:
                 trouble = f"holds files that are not the bundle's: {', '.join(sorted(names - known))}"
         except (BundleError, BadFile, KeyError, TypeError):

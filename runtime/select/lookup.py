@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.codegen.expr.tree import Param
 from flashgen.codegen.families.family import DenseCall, Family
-from flashgen.codegen.families.registry import FAMILIES, fastest_first, lower
+from flashgen.codegen.families.registry import FAMILIES, fastest_first, lower, served_unasked
 from flashgen.codegen.families.shared.launch import Sizes
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.slots import mask_choice
@@ -28,7 +28,7 @@ from flashgen.codegen.target import TARGETS
 from flashgen.errors import BundleError, PlanError, SpecError, UnsupportedError
 from flashgen.log import logger
 from flashgen.runtime.launch.driver import device_facts
-from flashgen.runtime.launch.kernel import Kernel
+from flashgen.runtime.launch.engines import engine_of
 from flashgen.runtime.select.bundle import Bundle
 from flashgen.runtime.select.handles import Form, forget_paths, form, opened, title
 from flashgen.runtime.select.selector import DROPOUT, Selector, Wanted, score_of, selector, serving
@@ -37,11 +37,13 @@ from flashgen.runtime.select.variant import Variant
 if TYPE_CHECKING:
     from flashgen.codegen.spec.spec import Spec
     from flashgen.runtime.emulator.kernel import EmulatedKernel
+    from flashgen.runtime.launch.kernel import Kernel
 
 EMULATED = -1  # the device index of the CPU, where kernels of any target run; torch's get_device() there, too
 EMULATED_FIRST = "sm_90"  # the target whose kernels are emulated where the call leaves a choice
 NO_MAPS = ("q, k or v has rows, heads or sequences that overlap (as expanded tensors do) or lie 2^40 bytes apart: "
            "tensor maps cannot describe it")
+NOT_ASKED = "it serves devices that no other family has kernels for, and calls that name its spec"
 
 
 class Choice(NamedTuple):
@@ -192,7 +194,7 @@ class Registry:
         else:
             bundled = next(self._bundled(wanted, archs), None)
             if bundled is not None:
-                return Kernel(*bundled[1], device_index), f"it is in the bundle {bundled[0].path}"
+                return loaded(*bundled[1], device_index), f"it is in the bundle {bundled[0].path}"
             choice = choose(wanted, archs)
         return _emulated(choice.spec) if emulated else _compiled(choice.spec, device_index), choice.why
 
@@ -231,8 +233,8 @@ def archs_for(cc: int) -> list[str]:
     """Targets whose cubins run on a device, the closest first; the `a` twin, which can do more, before the other."""
     fitting = [t for t in TARGETS.values() if t.runs_on(cc)]
     if not fitting:
-        raise UnsupportedError(f"compute capability {cc / 10:.1f}",
-                               allowed=", ".join(sorted({f"{t.cc / 10:.1f}" for t in TARGETS.values()})),
+        raise UnsupportedError(f"compute capability {cc / 10:.1f}" if cc < 200 else f"a device of gfx{cc}",
+                               allowed=", ".join(sorted({t.capability for t in TARGETS.values()})),
                                next="flashgen doctor")
     return [t.name for t in sorted(fitting, key=lambda t: (-t.cc, not t.name.endswith("a")))]
 
@@ -306,7 +308,7 @@ def choose(wanted: Wanted, archs: list[str], *, emulated: bool = False) -> Choic
     """
     missing: list[str] = []
     for family in fastest_first(wanted.op, unasked=True, emulated=emulated):
-        found = _variant(family, wanted, archs)
+        found = NOT_ASKED if family.fallback and served_unasked(archs, wanted.op) else _variant(family, wanted, archs)
         if not isinstance(found, str):
             return Choice(found, "; ".join([f"{family.name}: {found.variant}.{found.arch}", *missing]))
         missing.append(f"not {family.name}: {found}")
@@ -339,7 +341,7 @@ def _variant(family: Family, wanted: Wanted, archs: list[str]) -> Spec | str:
     if not fitting:
         return f"its shipped specs do not list {_asked(wanted)}"
     for spec in fitting:
-        if family.tiles and family.tiles.find(spec.arch, mask_choice(spec.causal, spec.window), *dims.values()):
+        if family.tiles and family.tiles.serves(spec.arch, mask_choice(spec.causal, spec.window), *dims.values()):
             # What the model overrides, it overrides for its own head dims.
             made = spec.with_(**{row.attribute: row.default for row in rows() if row.override}, **dims)
             with contextlib.suppress(PlanError):  # a backward has a table of its own
@@ -368,18 +370,24 @@ def _asked(wanted: Wanted) -> str:
     return f"{dims}, {mask} mask, {wanted.kv_layout}" + ", lse" * wanted.lse + ", dropout" * wanted.dropout
 
 
+def loaded(plan: Plan, image: bytes, device_index: int) -> Kernel:
+    kernel: Kernel = engine_of(plan).load(plan, image, device_index)
+    return kernel
+
+
 def _compiled(spec: Spec, device_index: int) -> Kernel:
     from flashgen.codegen.render import plan_and_source  # bundles serve without the generator
 
     entry = default_cache().get_or_build(*plan_and_source(spec))
-    return Kernel(entry.plan, entry.cubin.image, device_index)
+    return loaded(entry.plan, entry.cubin.image, device_index)
 
 
 def _emulated(spec: Spec) -> EmulatedKernel:
     from flashgen.codegen.render import plan_and_source
-    from flashgen.runtime.emulator.kernel import EmulatedKernel
 
-    return EmulatedKernel(*plan_and_source(spec))
+    plan, source = plan_and_source(spec)
+    kernel: EmulatedKernel = engine_of(plan).emulate(plan, source)
+    return kernel
 
 
 @functools.cache

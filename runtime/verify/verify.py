@@ -13,6 +13,7 @@ from flashgen.codegen.families.registry import lower
 from flashgen.codegen.spec.spec import Spec
 from flashgen.codegen.target import TARGETS
 from flashgen.errors import EnvironmentError_, FlashgenError, UnsupportedError
+from flashgen.runtime.launch.driver import device_facts, of_another_vendor
 from flashgen.runtime.ops.op import Identity, Problem
 from flashgen.runtime.ops.registry import op_of
 from flashgen.runtime.verify.compare import Accuracy, check
@@ -71,6 +72,8 @@ def current_device() -> tuple[str, int]:
             "verify runs kernels, and torch sees no CUDA device", where="torch.cuda.is_available()",
             allowed="a CUDA device with its driver, and a torch build with CUDA",
             nearest="flashgen build and flashgen explain work without a GPU", next="flashgen doctor")
+    if of_another_vendor():
+        return f"cuda:{torch.cuda.current_device()}", device_facts(torch.cuda.current_device()).cc
     major, minor = torch.cuda.get_device_capability()
     return f"cuda:{torch.cuda.current_device()}", 10 * major + minor
 

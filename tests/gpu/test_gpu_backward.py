@@ -20,8 +20,9 @@ from flashgen.runtime.verify.reference import reference
 from flashgen.runtime.verify.verify import verify_spec
 
 pytestmark = pytest.mark.gpu
+# Each with the kernels beside it.
 SHIPPED = [(path, spec) for path in shipped_spec_paths() for spec in load_specs(path).specs
-           if runs_here(spec) and op_of(spec) is op and spec.kernel == op.MAIN_KERNEL]  # each with those beside it
+           if runs_here(spec) and op_of(spec) is op and spec.kernel == op.main_kernel(spec)]
 PROBLEMS = (
     BackwardProblem(2, 200, 333, 6, 2, causal=True, lse_gradient=True),
     BackwardProblem(2, 333, 200, 6, 2, 128, 128, causal=True),                         # rows without keys

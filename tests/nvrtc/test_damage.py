@@ -61,7 +61,7 @@ def serve(folder: Path) -> int:
     registry, served = Registry(), 0
     compiled = SimpleNamespace(plan=SimpleNamespace(kernel_name="compiled"))
     with mock.patch.object(lookup, "device_facts", lambda index: SimpleNamespace(cc=90)), \
-            mock.patch.object(lookup, "Kernel", lambda plan, image, index: SimpleNamespace(plan=plan)), \
+            mock.patch.object(lookup, "loaded", lambda plan, image, index: SimpleNamespace(plan=plan)), \
             mock.patch.object(lookup, "_compiled", lambda spec, index: compiled):
         bundle = registry.load_bundle(folder)
         for wanted in WANTED:

@@ -107,7 +107,7 @@ def subjects(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def make(layout: str, causal: bool = False, window: bool = False) -> Subject:
         spec: Any = SimpleNamespace(kv_layout=layout, causal=causal, window=window, head_dim_qk=16, head_dim_v=8,
-                                    dtype="bf16", variant="x", arch="sm_90", name="x", pass_="bwd",
+                                    dtype="bf16", variant="x", arch="sm_90", name="x", family="fa2", pass_="bwd",
                                     score="none", mask="none", sink="none", normalize="softmax")
         return Subject(spec, "cpu", 3)
 

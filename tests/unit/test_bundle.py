@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from tiny import FIELDS, tiny_plan, tiny_source
 
+from flashgen.codegen.families.registry import lower
 from flashgen.codegen.plan import Param
+from flashgen.codegen.spec.spec import load_specs, shipped_spec_paths, spec_path
 from flashgen.errors import BundleError
 from flashgen.runtime.compile.cache import Cache
 from flashgen.runtime.compile.entry import Entry
+from flashgen.runtime.launch.rehearsal import check_launch
 from flashgen.runtime.select import bundle as module
 from flashgen.runtime.select.bundle import Bundle, abi_digest, write_bundle
 from flashgen.runtime.select.selector import Selector, selector, selector_of
@@ -190,3 +193,10 @@ def test_a_bundle_can_be_read_by_others(entries: list[Entry], tmp_path: Path) ->
     finally:
         os.umask(old)
     assert out.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("name", [path.stem for path in shipped_spec_paths()])
+def test_every_shipped_plan_passes_the_rehearsal(name: str) -> None:
+    """Also those of packed sequences, whose grids have a tile to spare."""
+    for spec in load_specs(spec_path(name)).specs[::7]:
+        check_launch(lower(spec))

@@ -44,7 +44,7 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[S
     plan = tiny_plan()
     entry = Cache(tmp_path / "cache").get_or_build(plan, tiny_source(plan))
     monkeypatch.setattr(lookup, "device_facts", lambda index: SimpleNamespace(cc=90, num_sms=132))
-    monkeypatch.setattr(lookup, "Kernel", lambda plan, image, index: SimpleNamespace(plan=plan))
+    monkeypatch.setattr(lookup, "loaded", lambda plan, image, index: SimpleNamespace(plan=plan))
     registry = lookup.Registry()
     monkeypatch.setattr(front, "kernel_for", lambda wanted, device, sizes=None: registry.kernel(wanted, 0))
 

@@ -162,13 +162,17 @@ def test_layers(part):
 NAMED = {
     "codegen/explain/counts.py": (1, "the word standard: what three kernels move, beside the kernel's own traffic"),
     "codegen/explain/text.py": (2, "likewise"),
+    "codegen/expr/tiles.py": (3, "the printer of the language"),
+    "codegen/target.py": (3, "the feature that targets of the language have"),
     "codegen/slots.py": (4, "the family whose skeletons have a slot"),
     "runtime/compile/build.py": (2, "the word standard: output and error"),
-    "runtime/measure/device.py": (1, "a package whose version is noted"),
+    "runtime/launch/engines.py": (1, "the engine of the language"),
+    "runtime/launch/triton.py": (3, "the package, and a folder of its files"),
+    "runtime/measure/device.py": (2, "a package whose version is noted"),
     "runtime/ops/attention/bench.py": (3, "names of peers"),
     "runtime/ops/attention/flex.py": (1, "the name of a shipped spec"),
     "runtime/ops/attention/overhead.py": (4, "names of rows on record"),
-    "runtime/ops/attention/timed.py": (18, "names of peers"),
+    "runtime/ops/attention/timed.py": (19, "names of peers"),
     "runtime/ops/attention/variants.py": (5, "the grid's specs, and its name"),
     "runtime/ops/attention_backward/bench.py": (1, "the name of a peer"),
     "runtime/ops/attention_backward/timed.py": (1, "the name of a peer"),
@@ -181,7 +185,8 @@ NAMED = {
 }
 
 
-ENGLISH = {"standard"}  # families whose names are words: texts count that are no more than the name, and paths
+# Families whose names are words, or a language's: texts count that are no more than the name, and paths.
+ENGLISH = {"standard", "triton"}
 
 
 def as_a_name(family: str) -> str:
@@ -240,7 +245,7 @@ def test_the_registry_is_light():
 
 
 # Lines of codegen and runtime, less the emulator, which has two of many things. It rises with a new operation alone.
-MAX_LINES = 21130
+MAX_LINES = 22700
 
 
 def test_lines():

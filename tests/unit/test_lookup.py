@@ -96,7 +96,7 @@ def test_what_a_model_overrides_is_its_own(shipped: Any) -> None:
     "preprocess", "gradients", "postprocess"))], ids=lambda asked: str(asked.get("traits", "")))
 def test_every_call_is_served_on_every_card(asked: dict[str, Any]) -> None:
     """With what really ships, by a kernel that has a plan: fa3's backward has none for head dims (8, 256)."""
-    for target in TARGETS.values():
+    for target in (target for target in TARGETS.values() if target.is_nvidia):
         for dims in ((64, 64), (192, 128), (8, 256), (72, 72)):
             for kv_layout in ("dense", "varlen"):
                 for mask in ({}, {"causal": True}, {"window": True}):
@@ -133,7 +133,7 @@ def registry(shipped: Any, monkeypatch: pytest.MonkeyPatch) -> Registry:
             plan=SimpleNamespace(kernel_name=f"{found.variant}.{found.arch}"), how=how)
 
     monkeypatch.setattr(lookup, "device_facts", lambda index: SimpleNamespace(cc=90))
-    monkeypatch.setattr(lookup, "Kernel", loaded)
+    monkeypatch.setattr(lookup, "loaded", loaded)
     monkeypatch.setattr(lookup, "_compiled", made("compiled"))
     monkeypatch.setattr(lookup, "_emulated", made("emulated"))
     found = Registry()

@@ -60,12 +60,13 @@ def test_any_valid_spec_gives_a_fitting_plan_or_a_refusal(fields):
 
 def test_every_tile_row_is_used_and_fits():
     seen = set()
-    for target in TARGETS.values():
+    targets = [target for target in TARGETS.values() if target.is_nvidia]
+    for target in targets:
         for qk, v in {(row.head_dim_qk, row.head_dim_v) for row in TILES.rows}:
             for change in ({}, {"causal": True}, {"window": True}):
                 plan = lower(BASE.with_(arch=target.name, head_dim_qk=qk, head_dim_v=v, **change))
                 seen.add((target.name, plan.notes))
-    assert {name for name, _ in seen} == set(TARGETS)
+    assert {name for name, _ in seen} == {target.name for target in targets}
 
 
 def test_targets_check_themselves():

@@ -155,7 +155,7 @@ CASES = {
         "pack_gqa is true together with kv_layout varlen", "`- {kv_layout: varlen, pack_gqa: true}` to exclude"]),
     "set a list": (FULL + "overrides: [{when: {dtype: bf16}, set: {stages: [2, 3]}}]\n", "7:49", ["stages is a list"]),
     "too many": (HEAD.replace("sm_80", f"[{', '.join(TARGETS)}]") + f"head_dim_qk: {list(range(8, 257, 8))}\n"
-                 f"head_dim_v: {list(range(8, 257, 8))}\n", "6:1", ["7 (arch) * 32", "= 7168 variants", "4096"]),
+                 f"head_dim_v: {list(range(8, 257, 8))}\n", "6:1", ["8 (arch) * 32", "= 8192 variants", "4096"]),
     "empty": ("", "1:1", ["empty"]),
     "only a comment": ("# hello\n", "1:1", ["empty"]),
     "a list": ("- 1\n", "1:1", ["holds a list"]),

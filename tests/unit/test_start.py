@@ -136,7 +136,7 @@ CALLS = """if True:
         return lambda tensors: None
 
     lookup.device_facts = lambda index: SimpleNamespace(cc=90, num_sms=132)
-    lookup.Kernel = lambda plan, image, index: SimpleNamespace(plan=plan, num_sms=132)
+    lookup.loaded = lambda plan, image, index: SimpleNamespace(plan=plan, num_sms=132)
     front.kernel_for = decode.kernel_for = schedule.kernel_for = kernel_for
     front.bind = bind
     flashgen.load_bundle(sys.argv[1])

@@ -37,6 +37,7 @@ BREACHES = {
     "ptx": ("fa2/fwd.cu.j2", "using Element", 'asm("bar.sync 0;");\nusing Element', "inline PTX"),
     "two instructions": ("include/flashgen/ptx/math.cuh", "  float y;\n", '  float y; asm("");\n', "more than one"),
     "foreign include": ("include/flashgen/mask.cuh", "#pragma once", "#pragma once\n#include <cuda_fp16.h>", "outside"),
+    "python": ("triton/fwd.py.j2", "{% if flags.lse %}", "{% if plan.language == 'py' %}", "bare boolean"),
     "piece": ("fa3/walk/ranges/view.cuh.j2", "", "", "same pieces"),
     "slot opening": ("slots/mask/full.cuh.j2", "// mask: full.", "// full.", "must open"),
 }
@@ -60,12 +61,12 @@ def test_generated_files_are_current():
     assert files == golden_files(), "python -m flashgen.codegen.golden rewrites them"
 
 
-@pytest.mark.parametrize("path", sorted(GENERATED.glob("*.cu")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((*GENERATED.glob("*.cu"), *GENERATED.glob("*.py"))), ids=lambda path: path.name)
 def test_generated_kernels_are_pages(path):
     lines = path.read_text().splitlines()
     assert len(lines) <= LONGER.get(path.name.split(".")[0], (MAX_GENERATED_LINES,))[0]
     assert not [line for line in lines if len(line) > MAX_GENERATED_COLUMNS]
-    assert not [line for line in lines if line.startswith("//") and "None" in line]
+    assert not [line for line in lines if line.startswith(("//", "#")) and "None" in line]
 
 
 def test_render_is_deterministic():
@@ -103,7 +104,7 @@ def test_slot_choice_changes_the_text_and_nothing_is_dead():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [name for name in TARGETS if name != "sm_90a"])
+@pytest.mark.parametrize("arch", [name for name, target in TARGETS.items() if target.is_nvidia and name != "sm_90a"])
 def test_shipped_shapes_compile_without_spills(arch):
     """One mask and layout per head dim and target here; `flashgen build` of all is the release check."""
     pytest.importorskip("cuda.bindings.nvrtc")

@@ -132,7 +132,7 @@ def test_a_block_that_is_not_there() -> None:
 
 
 def test_costs_know_every_target_and_its_datasheet() -> None:
-    assert all(min(costs(name)) > 0 for name in TARGETS)
+    assert all(min(costs(name)) > 0 for name, target in TARGETS.items() if target.is_nvidia)
     assert costs("sm_80")[2] == 8.0 and costs("sm_90")[2] < costs("sm_89")[2]
 
 

@@ -5,7 +5,8 @@ from typing import Literal
 
 from flashgen.codegen.families.family import Option, Trait
 
-Kernel = Literal["scores", "softmax", "values", "preprocess", "gradients", "postprocess"]
+Kernel = Literal["scores", "softmax", "values", "preprocess", "gradients", "postprocess", "key_gradients",
+                 "query_gradients"]
 
 KERNEL = Option("which of the kernels of a call, where a pass launches several; a file lists them all", short=str)
 

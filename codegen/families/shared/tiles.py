@@ -50,6 +50,7 @@ class TileTable(Generic[_Row]):
     kinds: tuple[str, ...] = ("whole",)
     kind_of: Callable[[Any], str] = lambda spec: "whole"
     rows_per_warp: int = 0                         # query rows that go with each warp; 0: set apart
+    tried: tuple[_Row, ...] = ()                   # what the first call times where no row fits
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -60,6 +61,10 @@ class TileTable(Generic[_Row]):
         """The first row that lists the target, mask and kind of kernel and covers the head; None where no row does."""
         return next((row for row in self.rows if target in row.targets and mask in row.masks and kind in row.kinds
                      and head_dim_qk <= row.head_dim_qk and head_dim_v <= row.head_dim_v), None)
+
+    def serves(self, target: str, mask: str, head_dim_qk: int, head_dim_v: int) -> bool:
+        """Whether a kernel without a tile of its own gets one."""
+        return bool(self.tried) or self.find(target, mask, head_dim_qk, head_dim_v) is not None
 
     def overridden(self, spec: Spec, row: _Row) -> _Row:
         """The table's row with the spec's explicit overrides in place."""

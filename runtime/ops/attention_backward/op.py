@@ -14,7 +14,7 @@ from torch import Tensor
 
 import flashgen
 from flashgen.codegen.explain.counts import Shape
-from flashgen.codegen.families.registry import lower
+from flashgen.codegen.families.registry import lower, pass_of
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.spec.rule import changed
 from flashgen.codegen.spec.spec import Spec
@@ -29,7 +29,6 @@ from flashgen.runtime.verify.compare import Accuracy, Results, check_bits
 from flashgen.runtime.verify.reference import visible
 from flashgen.runtime.verify.subject import NAN, Subject
 
-MAIN_KERNEL = "gradients"
 FEW = 4  # problems of a variant that is a kernel beside the main one: each call launches all three
 
 EXAMPLES = {"bwd": {"batch": 1, "seqlen_q": 128, "seqlen_kv": 128, "num_heads_q": 1}}
@@ -48,9 +47,14 @@ def example(spec: Spec, shape: Shape) -> Example:
     return Example(prepare)
 
 
+def main_kernel(spec: Spec) -> str | None:
+    """Of the kernels that a call launches, the one that stands for it."""
+    return pass_of(spec).shown
+
+
 def problems(spec: Spec, plan: Plan, seed: int, emulated: bool) -> Iterator[BackwardProblem]:
     made = (edges.emulated_problems if emulated else edges.backward_problems)(spec, edges.tile_shape(plan), seed)
-    return made if plan.step == MAIN_KERNEL else islice(made, FEW)
+    return made if plan.step == main_kernel(spec) else islice(made, FEW)
 
 
 def few_problems(spec: Spec, plan: Plan) -> Iterator[BackwardProblem]:
@@ -77,7 +81,7 @@ def run(subject: Subject, inputs: BackwardInputs) -> Results:
 
 def identities(spec: Spec, plan: Plan, seed: int) -> Iterator[tuple[str, Identity, BackwardProblem]]:
     """Of each mask, over keys of several tiles and of one."""
-    for mask in masks(spec) if plan.step == MAIN_KERNEL and not changed(spec) else ():
+    for mask in masks(spec) if plan.step == main_kernel(spec) and not changed(spec) else ():
         for problem in edges.company_problems(spec, edges.tile_shape(plan), mask, seed):
             for name, identity in IDENTITIES.items():
                 yield name, identity, problem
