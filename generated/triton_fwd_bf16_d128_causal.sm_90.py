@@ -57,16 +57,15 @@ def is_finite(x):
 @triton.jit
 def add_nonfinite(out, seen, values):
     """What NaN and infinity in `values` make of the rows that see them, whose products took zeros instead.
-    One product counts both signs: 1024 is more than a tile has keys. NaN is infinity less infinity."""
+    One product counts all three. Each mark is 512 times the one before, and a tile has fewer keys; powers of
+    two are exact in 16 bits."""
     x = values.to(tl.float32)
-    above = (x == float("inf")) | (x != x)
-    below = (x == float("-inf")) | (x != x)
-    marks = tl.where(above, 1.0, 0.0) + tl.where(below, 1024.0, 0.0)
+    marks = tl.where(x == float("inf"), 1.0 / 512.0, 0.0) + tl.where(x == float("-inf"), 1.0, 0.0)
+    marks += tl.where(x != x, 512.0, 0.0)
     counts = tl.dot(seen.to(values.dtype), marks.to(values.dtype))
-    is_below = counts >= 1024.0
-    is_above = counts - tl.floor(counts * (1.0 / 1024.0)) * 1024.0 > 0.0
-    out = tl.where(is_above, out + float("inf"), out)
-    return tl.where(is_below, out - float("inf"), out)
+    out = tl.where(counts - tl.floor(counts) > 0.0, out + float("inf"), out)
+    out = tl.where(tl.floor(counts) > 0.0, out - float("inf"), out)
+    return tl.where(counts >= 512.0, float("nan"), out)
 
 @triton.jit
 def sees(q_pos, kv_pos, at):

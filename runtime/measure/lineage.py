@@ -265,7 +265,7 @@ _Outcome = tuple[str, str, dict[str, Any]]  # status, why, what was measured
 def _measure(device: MeasuringDevice, timed: Timed, case: Any, generations: Sequence[Generation], rounds: int
              ) -> list[_Outcome]:
     outcomes: list[_Outcome] = [(REFUSED, generation.refused, {}) for generation in generations]
-    runs: dict[str, Run] = {}
+    runs, held = dict[str, Run](), []  # graphs hold no tensors, but calls do
     inputs, status, why = _tried(device, lambda: timed.inputs(device, case))
     for number, generation in enumerate(generations):
         if generation.refused:
@@ -277,6 +277,7 @@ def _measure(device: MeasuringDevice, timed: Timed, case: Any, generations: Sequ
         outcomes[number] = told[0], told[1], found[1] if found else {}
         if found:
             runs[str(number)] = found[0]
+            held.append(found[2])
         device.release()
     for key, ms in (interleave(runs, rounds) if runs else {}).items():
         number, cost = int(key), generations[int(key)].cost
@@ -287,17 +288,17 @@ def _measure(device: MeasuringDevice, timed: Timed, case: Any, generations: Sequ
 
 
 def _prepared(device: MeasuringDevice, timed: Timed, case: Any, generation: Generation, inputs: Any
-              ) -> tuple[Run, dict[str, Any]]:
-    """What times a generation, with what is known before: peak memory, error, and the timer. Where no graph holds its
-    calls, plain calls are timed, and the row says so."""
+              ) -> tuple[Run, dict[str, Any], Sequence[Call]]:
+    """What times a generation; peak memory, error and timer, which are known before; and the calls. Where no graph
+    holds them, plain calls are timed, and the row says so."""
     job = timed.job(case, generation, inputs)
     calls = job.calls()
     known: dict[str, Any] = {"error": float(f"{job.error():.3g}"),
                              "peak_bytes": device.peak_bytes(calls[0]) + job.held_bytes(), "timer": device.timer}
     try:
-        return device.timed(device.timer, repeated(calls)), known
+        return device.timed(device.timer, repeated(calls)), known, calls
     except Refused:
-        return device.timed("events", repeated(calls)), {**known, "timer": "events"}
+        return device.timed("events", repeated(calls)), {**known, "timer": "events"}, calls
 
 
 def _tried(device: MeasuringDevice, work: Callable[[], Any]) -> tuple[Any, str, str]:

@@ -1,6 +1,7 @@
 """What a spec's expressions add to the plan of a Triton kernel: text, parameters and flags."""
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ def _terms(score: Expr) -> tuple[Term, ...]:
     for param in sorted({node.param for node in walk(score) if isinstance(node, Index) and node.type == "float"},
                         key=lambda param: param.name):
         for term in tensor_derivative(score, param.name):
-            depends = {leaf.name for index in term.indices for leaf in walk(index) if isinstance(leaf, Name)}
+            depends = _names(term.indices)
             both = {"q_pos", "kv_pos"} <= depends or "score" in depends
             sums = ("add_each" if both else "add_of_queries" if "q_pos" in depends
                     else "add_of_keys" if "kv_pos" in depends else "add_one")
@@ -47,6 +48,17 @@ def _terms(score: Expr) -> tuple[Term, ...]:
             found.append(Term(f"term_{len(found)}", f"d_{param.name}", to_triton(expressions.quick(term.multiplier)),
                               place.replace(f"element({PARAM_PREFIX}_,", f"place_of(d_{param.name},"), sums))
     return tuple(found)
+
+
+def gathers(spec: Spec) -> bool:
+    """Whether the score reads a tensor at a place of its own for each pair of a query and a key."""
+    score = spec.expressions.score
+    return score is not None and any(isinstance(node, Index) and {"q_pos", "kv_pos"} <= _names(node.args)
+                                     for node in walk(score))
+
+
+def _names(indices: Iterable[Expr]) -> set[str]:
+    return {leaf.name for index in indices for leaf in walk(index) if isinstance(leaf, Name)}
 
 
 def flags_of(spec: Spec) -> tuple[tuple[str, bool], ...]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LEAST_COLUMNS = 16     # of an operand of tl.dot
 _COUNTED = ("m_tiles",)  # kernels count these themselves, with the tile that they have
+GATHERED_PAIRS = 8192  # of a tile whose score reads a tensor at a place of each: 64 KiB of addresses
 CLASSES_AT_ONCE = 128  # tiles whose class a block works out at a time: one for each thread of four warps
 
 
@@ -47,6 +48,9 @@ def plan_of(spec: Spec, target: Target, template: str, pointers: tuple[Param, ..
     # What adds to sums runs once: timing it would add to them.
     tried = () if row or spec.tile or expressions.adds(spec) else TILES.tried
     tile = TILES.overridden(spec, row or TILES.tried[0])
+    if expressions.gathers(spec) and not spec.tile and tile.m * tile.n > GATHERED_PAIRS:
+        tile = replace(tile, n=GATHERED_PAIRS // tile.m, source=(
+            f"{tile.source}; fewer keys, as an address of 8 bytes for each pair passes through shared memory"))
     numbers = {param.name: param for param in (*expressions.slot_params(spec), *sizes) if param.name not in _COUNTED}
     return Plan(
         variant=spec.variant, target=target.name, family="triton", pass_=spec.pass_, spec=spec.fields(),
