@@ -1,6 +1,7 @@
 """Whole decoders with one attention beside another: time to the first token, tokens per second, peak memory.
 
     python benchmarks/end_to_end.py [-o DIR] [--model NAME] [--layers N] [--resume] [--picture PNG] [--table MD]
+    python benchmarks/end_to_end.py --rows FILE [--picture PNG] [--table MD]
     python benchmarks/end_to_end.py --device cpu --tiny
 
 The decoders have the layer sizes of Llama-3-8B and DeepSeek-V2-Lite, and random weights in bf16. The experts are one
@@ -213,6 +214,9 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> Path:
                 axes.plot(*zip(*points, strict=True), marker="o", label=name)
             axes.set(title=f"{model}, {kind}, batch {batch}", xlabel="tokens", ylabel=unit.replace("_", " "),
                      xscale="log", yscale="log")
+            lengths = sorted({row["length"] for row in own})
+            axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
+            axes.minorticks_off()
             if own:
                 axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
@@ -227,6 +231,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small layers, whose logits are compared")
     parser.add_argument("--resume", action="store_true", help="leave out rows that the results have")
+    parser.add_argument("--rows", type=Path, help="results to show; nothing runs")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--table", type=Path, help="a file for the markdown table, which is printed besides")
     parser.add_argument("--commit", help="of the code, where no checkout can be asked")
@@ -240,6 +245,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
+    if options.rows:
+        show(json.loads(options.rows.read_text(encoding="utf-8"))["rows"], options)
+        return
     configs = [CONFIGS[name] for name in options.model or CONFIGS]
     if options.layers:
         configs = [replace(config, layers=min(config.layers, options.layers)) for config in configs]
@@ -263,6 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with torch.no_grad():
         run(configs, [task for config in configs for task in tasks_of(config)], rows, row_of, store)
+    show(rows, options)
+
+
+def show(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     text = table(rows)
     print(text)
     if options.table:

@@ -100,9 +100,10 @@ def draw_lengths(results: Row, path: Path) -> Path:
 
 
 def _written(figure: Any, axes: Any, results: Row, path: Path) -> Path:
-    first = results["rows"][0] if results["rows"] else {"label": ""}
+    first = results["rows"][0] if results["rows"] else {"label": "", "length": ""}
+    problem = " ".join(word for word in first["label"].split() if word != f"S{first['length']}")
     kind = "" if results["driver"] else ", predicted"
-    axes.set_title(f"{results['gpu']}{kind}, {results['date'][:10]}; {first['label']}", fontsize=9, loc="left")
+    axes.set_title(f"{results['gpu']}{kind}, {results['date'][:10]}; {problem}", fontsize=9, loc="left")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     try:
