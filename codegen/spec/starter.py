@@ -29,10 +29,11 @@ def starter(name: str, base: str) -> str:
     spec = min(specs, key=lambda spec: FAMILIES[spec.family].rank)
     family = FAMILIES[spec.family]
     able = [found for found in fastest_first("attention") if all(only.field != "score" for only in found.only)]
+    *names, last = sorted(found.name for found in able)
     if op_of(spec) != "attention" or family not in able:
         kind = f"pass {spec.pass_}" if pass_of(spec).follows else f"family {spec.family}"
         raise SpecError(f"{base} is of {kind}, which has no expressions of its own", where="--from", allowed=(
-            "forward specs of " + " and ".join(sorted(found.name for found in able))))
+            f"forward specs of {', '.join(names)} and {last}"))
     has_own = bool(spec.expressions) or spec.sink != NONE
     return _TEXT.format(
         name=name, base=spec.name, family=spec.family, about=family.cards,

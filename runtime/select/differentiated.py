@@ -1,15 +1,15 @@
 """The gradients of a spec that names no backward kernels: the same expressions, with pass bwd.
 
 What a spec says of its forward kernels' tiles and the like says nothing of other kernels, so only what an answer
-depends on is kept. Families that cannot serve it are passed over. The family counts where it serves by name alone: who
-names its forward kernels means its backward, too, and nobody else does.
+depends on is kept. Families that cannot serve it are passed over, and so are fallbacks on devices that others have.
+The family counts where it serves by name alone: who names its forward kernels means its backward, too, and nobody else.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flashgen.codegen.families.registry import FAMILIES, answers_by_name, op_of
+from flashgen.codegen.families.registry import FAMILIES, answers_by_name, op_of, served_unasked
 from flashgen.codegen.spec.fields import rows_by_name
 from flashgen.errors import SpecError, UnsupportedError
 from flashgen.runtime.select.handles import title
@@ -37,7 +37,9 @@ def backward_specs(handle: str, found: Variant | tuple[Spec, ...], kinds: Sequen
         for kind in kinds:
             if any(fields.get(name, kind[name]) != kind[name] for name in (*_CALL, "family")):
                 continue
-            if FAMILIES[kind["family"]].named_only and "family" not in fields:
+            family = FAMILIES[kind["family"]]
+            asked = not (family.named_only or (family.fallback and served_unasked([kind["arch"]], op)))
+            if not asked and "family" not in fields:
                 continue
             try:
                 made[_spec({**kind, **fields, "lse": True})] = None

@@ -200,7 +200,7 @@ def test_new_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pass bwd" in error["what"] and "forward specs" in error["allowed"]
     for name, family in (("standard", "standard"), ("fa1_fwd", "fa1")):  # which take no expressions
         error = run_json("new", "mine", "--from", name, exit_code=2)["error"]
-        assert f"family {family}" in error["what"] and error["allowed"] == "forward specs of fa2 and fa3"
+        assert f"family {family}" in error["what"] and error["allowed"] == "forward specs of fa2, fa3 and triton"
     assert not list(tmp_path.iterdir())
 
 
