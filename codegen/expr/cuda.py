@@ -8,11 +8,11 @@ flashgen/expression.cuh.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from flashgen.codegen.expr.canon import build, canonical
+from flashgen.codegen.expr.printer import ATOM, PRODUCT, SUM, Printer
 from flashgen.codegen.expr.tree import (
     INT_MAX,
     INT_MIN,
@@ -23,7 +23,6 @@ from flashgen.codegen.expr.tree import (
     Name,
     Op,
     float_text,
-    round_float,
 )
 
 PARAM_PREFIX = "p.user_"
@@ -47,11 +46,10 @@ KERNEL_NAMES: dict[str, str] = CUDA_NAMES | {
 }
 # A part that kernels give to every score: kv_pos - q_pos as a float, without a conversion of its own.
 DISTANCE = Name("distance", "float", "part")
-_LOG2E, _LN2 = 1 / math.log(2), math.log(2)
 _ROW, _COLUMN, _UNIFORM = "row", "column", "uniform"
-_C_INFIX = {"add": ("+", 5), "mul": ("*", 6), "div": ("/", 6), "lt": ("<", 4), "le": ("<=", 4), "eq": ("==", 3),
-            "ne": ("!=", 3), "and": ("&&", 2), "or": ("||", 1)}
-_ATOM, _UNARY = 9, 8
+_C_INFIX = {"add": ("+", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT), "lt": ("<", 4), "le": ("<=", 4),
+            "eq": ("==", 3), "ne": ("!=", 3), "and": ("&&", 2), "or": ("||", 1)}
+_UNARY = 8
 
 
 @dataclass(frozen=True)
@@ -83,24 +81,18 @@ def to_cuda(tree: Expr, names: Mapping[str, str] = CUDA_NAMES) -> str:
     return _Printer(names).text(tree, 0)
 
 
-class _Printer:
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self.names = names
-
-    def text(self, tree: Expr, level: int) -> str:
-        """The text, in parentheses where it binds less than `level`."""
-        text, own = self.make(tree)
-        return text if own >= level else f"({text})"
+class _Printer(Printer):
+    params, exp2, log2, minimum, suffix = PARAM_PREFIX, "exp2_approx", "log2_approx", "min_int", "f"
 
     def make(self, tree: Expr) -> tuple[str, int]:
         if isinstance(tree, Const):
             return _literal(tree)
         if isinstance(tree, Name):
             if tree.kind == "param":
-                return PARAM_PREFIX + tree.name, _ATOM
-            return (tree.name if tree.kind == "part" else self.names[tree.name]), _ATOM
+                return PARAM_PREFIX + tree.name, ATOM
+            return (tree.name if tree.kind == "part" else self.names[tree.name]), ATOM
         if isinstance(tree, Index):
-            return self.element(tree), _ATOM
+            return self.element(tree), ATOM
         if tree.type == "int" and tree.op in ("add", "mul", "neg", "abs"):
             return self.int_arithmetic(tree)
         if tree.op in ("exp", "log"):
@@ -109,16 +101,16 @@ class _Printer:
             condition, then, otherwise = (self.text(arg, 1) for arg in tree.args)
             return f"{condition} ? {then} : {otherwise}", 0
         if tree.op in ("neg", "not"):
-            return ("-" if tree.op == "neg" else "!") + self.text(tree.args[0], _ATOM), _UNARY
+            return ("-" if tree.op == "neg" else "!") + self.text(tree.args[0], ATOM), _UNARY
         if tree.op == "add":
-            return self.sum(tree), 5
+            return self.sum(tree), SUM
         if tree.op in _C_INFIX:
             sign, own = _C_INFIX[tree.op]
             # && inside || and < inside == need no parentheses, but compilers warn of their absence.
             inner = {"or": 3, "eq": 5, "ne": 5}.get(tree.op, own + 1)
             first = self.text(tree.args[0], own if tree.op in ("mul", "div") else inner)
             return f" {sign} ".join([first, *(self.text(arg, inner) for arg in tree.args[1:])]), own
-        return self.call(tree), _ATOM
+        return self.call(tree), ATOM
 
     def call(self, tree: Op) -> str:
         args = [self.text(arg, 0) for arg in tree.args]
@@ -134,81 +126,41 @@ class _Printer:
                  "mod": "floor_mod"}
         return f"{names[tree.op]}({', '.join(args)})"
 
-    def sum(self, tree: Op) -> str:
-        text = self.text(tree.args[0], 5)
-        for arg in tree.args[1:]:
-            minus = isinstance(arg, Op) and arg.op == "neg"
-            text += f" - {self.text(arg.args[0], 6)}" if minus else f" + {self.text(arg, 6)}"
-        return text
-
     def int_arithmetic(self, tree: Op) -> tuple[str, int]:
         """In C++ operators where no step can overflow, else by helpers that wrap."""
         if tree.op == "abs":
-            return f"abs_int({self.text(tree.args[0], 0)})", _ATOM
+            return f"abs_int({self.text(tree.args[0], 0)})", ATOM
         if _steps_fit(tree):
             if tree.op == "neg":
-                return f"-{self.text(tree.args[0], _ATOM)}", _UNARY
+                return f"-{self.text(tree.args[0], ATOM)}", _UNARY
             if tree.op == "add":
-                return self.sum(tree), 5
-            return " * ".join(self.text(arg, 6 if not i else 7) for i, arg in enumerate(tree.args)), 6
+                return self.sum(tree), SUM
+            return " * ".join(self.text(arg, PRODUCT + (i > 0)) for i, arg in enumerate(tree.args)), PRODUCT
         if tree.op == "neg":
-            return f"wrap_sub(0, {self.text(tree.args[0], 0)})", _ATOM
+            return f"wrap_sub(0, {self.text(tree.args[0], 0)})", ATOM
         text = self.text(tree.args[0], 0)
         for arg in tree.args[1:]:
             if tree.op == "add" and isinstance(arg, Op) and arg.op == "neg":
                 text = f"wrap_sub({text}, {self.text(arg.args[0], 0)})"
             else:
                 text = f"wrap_{tree.op}({text}, {self.text(arg, 0)})"
-        return text, _ATOM
-
-    def power(self, tree: Op) -> tuple[str, int]:
-        """exp and log in base 2; a constant factor of the argument takes log2(e) in."""
-        [arg] = tree.args
-        if tree.op == "log":
-            return f"log2_approx({self.text(arg, 0)}) * {float_text(round_float(_LN2))}f", 6
-        factor = _LOG2E
-        rest = arg
-        if isinstance(arg, Op) and arg.op == "neg":
-            factor, rest = -factor, arg.args[0]
-        elif isinstance(arg, Op) and arg.op == "mul" and isinstance(arg.args[0], Const):
-            scaled = round_float(arg.args[0].value * _LOG2E)
-            if math.isfinite(scaled):
-                factor, rest = scaled, build("mul", arg.args[1:], "float") if len(arg.args) > 2 else arg.args[1]
-        return f"exp2_approx({self.text(rest, 6)} * {float_text(round_float(factor))}f)", _ATOM
+        return text, ATOM
 
     def element(self, tree: Index) -> str:
         """Of a contiguous tensor. Where there are two dimensions, a row first, so that its place is worked out once."""
-        shape, name = tree.param.shape, PARAM_PREFIX + tree.param.name
-        indices = [self.index(arg, dim) for arg, dim in zip(tree.args, shape, strict=True)]
-        if len(indices) == 1:
-            return f"{name}[{indices[0]}]"
-        last = str(shape[1])
-        width = last if isinstance(shape[1], int) else self.names[("size:" if _packed(last) else "dim:") + last]
-        return f"({name} + (int64_t)({indices[0]}) * {width})[{indices[1]}]"
-
-    def index(self, arg: Expr, dim: str | int) -> str:
-        text = self.text(arg, 0)
-        size = str(dim) if isinstance(dim, int) else self.names[f"dim:{dim}"]
-        own = {"num_heads_q": "head_q", "num_heads_kv": "head_kv", "batch": "batch"}.get(str(dim))
-        if not ((isinstance(arg, Name) and arg.name == own) or (isinstance(arg, Const) and isinstance(dim, int))):
-            text = f"clamp_index({text}, {size})"
-        if not _packed(dim):
-            return text
-        # A sequence without rows may begin where the tensor ends.
-        return f"min_int({self.names[f'begin:{dim}']} + {text}, {self.names[f'size:{dim}']} - 1)"
-
-
-def _packed(dim: str | int) -> bool:
-    return dim in ("total_q", "total_kv")
+        name, places = self.indices(tree)
+        if len(places) == 1:
+            return f"{name}[{places[0]}]"
+        return f"({name} + (int64_t)({places[0]}) * {self.size(tree.param.shape[1])})[{places[1]}]"
 
 
 def _literal(tree: Const) -> tuple[str, int]:
     if tree.type == "bool":
-        return ("true" if tree.value else "false"), _ATOM
+        return ("true" if tree.value else "false"), ATOM
     if tree.value == INT_MIN and tree.type == "int":
-        return f"({INT_MIN + 1} - 1)", _ATOM  # C++ has no negative literals, and 2147483648 is no int
+        return f"({INT_MIN + 1} - 1)", ATOM  # C++ has no negative literals, and 2147483648 is no int
     text = float_text(tree.value) + "f" if tree.type == "float" else str(tree.value)
-    return text, _UNARY if text.startswith("-") else _ATOM
+    return text, _UNARY if text.startswith("-") else ATOM
 
 
 def int_bounds(tree: Expr) -> tuple[int, int]:

@@ -245,7 +245,7 @@ def test_the_registry_is_light():
 
 
 # Lines of codegen and runtime, less the emulator, which has two of many things. It rises with a new operation alone.
-MAX_LINES = 22692
+MAX_LINES = 22668
 
 
 def test_lines():
