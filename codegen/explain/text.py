@@ -66,7 +66,7 @@ class OwnExplanation:
 
     def call(self) -> str:
         """The sizes of the call, for the second line."""
-        raise NotImplementedError
+        return tensors(self.plan, self.shape)
 
     def draw_work(self) -> Iterator[str]:
         """The lines below those of the plan."""
@@ -121,15 +121,19 @@ def head(e: Any, call: str) -> Iterator[str]:
     yield f"  on {device.name}: {device.num_sms} SMs, {device.bf16_tflops:g} TFLOP/s, {device.memory_gbps:g} GB/s"
 
 
+def tensors(plan: Plan, shape: Shape) -> str:
+    """What a call of attention takes."""
+    dim_qk, dim_v, dtype = (plan.spec_value(name) for name in ("head_dim_qk", "head_dim_v", "dtype"))
+    return (f"q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {dim_qk}, k {shape.batch} x {shape.seqlen_kv} "
+            f"x {shape.num_heads_kv} x {dim_qk}, v ... x {dim_v}, {dtype}")
+
+
 def _head(e: Counts) -> Iterator[str]:
     plan, shape = e.plan, e.shape
     mask = mask_choice(plan.spec_value("causal") is True, plan.spec_value("window") is True)
     if "mask" in dict(plan.spec):
         mask = f"mask {dict(plan.spec)['mask']}"
-    return head(e, f"q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {plan.constant('HEAD_DIM_QK')}, "
-                   f"k {shape.batch} x {shape.seqlen_kv} x {shape.num_heads_kv} x {plan.constant('HEAD_DIM_QK')}, "
-                   f"v ... x {plan.constant('HEAD_DIM_V')}, {plan.spec_value('dtype')}, "
-                   f"{f'window {shape.window}' if mask == 'window' else mask}")
+    return head(e, f"{tensors(plan, shape)}, {f'window {shape.window}' if mask == 'window' else mask}")
 
 
 def _plan(e: Counts) -> Iterator[str]:

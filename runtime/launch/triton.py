@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
+import importlib.util
 import os
 import sys
 import tempfile

@@ -25,12 +25,6 @@ class StandardExplanation(OwnExplanation):
     bytes_once: int          # q, k, v, out and lse, which attention on chip moves
     scratch_bytes: int       # S and P
 
-    def call(self) -> str:
-        shape, fields = self.shape, dict(self.plan.spec)
-        return (f"q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {fields['head_dim_qk']}, k "
-                f"{shape.batch} x {shape.seqlen_kv} x {shape.num_heads_kv} x {fields['head_dim_qk']}, "
-                f"v ... x {fields['head_dim_v']}, {fields['dtype']}")
-
     def draw_work(self) -> Iterator[str]:
         times = {name: each.ms(self.target) for name, each in self.moved.items()}
         total = sum(each.bytes for each in self.moved.values())

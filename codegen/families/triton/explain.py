@@ -26,12 +26,6 @@ class TritonExplanation(OwnExplanation):
         rows = self.shape.batch * self.shape.num_heads_q * self.shape.seqlen_q
         return Cost.of(self.moved, 0 if len(self.moved) == 1 else rows * LSE_BYTES, self.target)  # delta
 
-    def call(self) -> str:
-        shape, fields = self.shape, dict(self.plan.spec)
-        return (f"q {shape.batch} x {shape.seqlen_q} x {shape.num_heads_q} x {fields['head_dim_qk']}, k "
-                f"{shape.batch} x {shape.seqlen_kv} x {shape.num_heads_kv} x {fields['head_dim_qk']}, "
-                f"v ... x {fields['head_dim_v']}, {fields['dtype']}")
-
     def draw_work(self) -> Iterator[str]:
         device, plan, own = self.target.device, self.plan, self.moved[self.plan.step]
         flops_ms, bytes_ms = own.flops / device.bf16_tflops / 1e9, own.bytes / device.memory_gbps / 1e6
